@@ -1,0 +1,1 @@
+"""Token streams, the batches drawn from them, and text to and from tokens."""

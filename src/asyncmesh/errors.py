@@ -1,0 +1,45 @@
+"""What can go wrong, told in one line.
+
+Owns every exception a user may meet. Invariant: a user's mistake is an `AsyncMeshError` whose text
+names the setting, its value, the rule and a fix; the command line prints that one line and ends with
+`exit_code`. A traceback on the console therefore always means a defect of ours.
+"""
+
+from __future__ import annotations
+
+
+class AsyncMeshError(Exception):
+    """Base of all errors that are told to the user in one line."""
+
+    exit_code = 2
+
+
+class ConfigError(AsyncMeshError):
+    """A setting breaks a rule: `setting = value: rule; fix`."""
+
+    def __init__(self, setting: str, value: object, rule: str, fix: str) -> None:
+        self.setting, self.value, self.rule, self.fix = setting, value, rule, fix
+        shown = f'"{value}"' if isinstance(value, str) else value
+        super().__init__(f"{setting} = {shown}: {rule}; {fix}")
+
+
+class UnknownSettingError(AsyncMeshError):
+    """A key that no setting has, with the nearest one that exists."""
+
+
+class InputFileError(AsyncMeshError):
+    """A file that the user named is missing, unreadable or not what it should be."""
+
+
+class StageError(AsyncMeshError):
+    """A stage handed to `simulate_modules` cannot be trained as it is."""
+
+
+class DivergedError(AsyncMeshError):
+    """The loss became NaN or infinite. Everything recorded so far has been kept."""
+
+    exit_code = 1
+
+
+class ProtocolError(RuntimeError):
+    """A defect: a state machine was told something that cannot happen."""

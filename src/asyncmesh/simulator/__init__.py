@@ -1,0 +1,1 @@
+"""The virtual mesh: the same protocol and engine as the real one, in virtual time."""

@@ -1,0 +1,203 @@
+"""One run on the virtual mesh, from stages and data to events, summary and final weights.
+
+Owns the order of a run: engines are built, the mesh runs, and however it ends (done, diverged,
+interrupted) everything recorded so far is summarised. Invariant: the process' random state is left as it
+was found.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asyncmesh.config import Config
+from asyncmesh.engine import Engine, LossFunction, StageProgram
+from asyncmesh.errors import AsyncMeshError, ConfigError, DivergedError, StageError
+from asyncmesh.observe.events import Event, Sink
+from asyncmesh.observe.summary import SummaryBuilder
+from asyncmesh.protocol.pipeline import PipelinePlan
+from asyncmesh.simulator.evaluation import Progress, RunObserver
+from asyncmesh.simulator.mesh import Sizes, VirtualMesh
+
+Batch = tuple[Tensor, Tensor]
+BatchFunction = Callable[[int, int], Batch]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves behind. `error` says why it ended early."""
+
+    weights: list[list[dict[str, Tensor]]]  # [replica][stage], by parameter name
+    summary: dict[str, Any]
+    events: list[Event] = field(default_factory=list)
+    error: AsyncMeshError | None = None
+
+
+class CountedBatches:
+    """The data, with the number of tokens (targets) in a microbatch, known after the first."""
+
+    def __init__(self, batches: BatchFunction) -> None:
+        self._batches = batches
+        self.tokens = 0
+
+    def __call__(self, replica: int, microbatch: int) -> Batch:
+        batch = self._batches(replica, microbatch)
+        self.tokens = self.tokens or batch[1].numel()
+        return batch
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained, and on what."""
+
+    config: Config
+    stages: Sequence[nn.Module]
+    loss: LossFunction
+    batches: BatchFunction
+    device: torch.device
+    validation: Sequence[Batch] = ()
+    stage_costs: Sequence[float] | None = None
+    digests: bool = False
+
+
+def run_job(job: Job, sink: Sink, progress: Progress | None = None) -> Result:
+    """Run to the end, or as far as it goes."""
+    config = job.config
+    summary, batches = SummaryBuilder(config), CountedBatches(job.batches)
+
+    def emit(event: Event) -> None:
+        summary(event)
+        sink(event)
+
+    programs = [
+        StageProgram(
+            module, config, job.device, job.loss if stage == len(job.stages) - 1 else None
+        )
+        for stage, module in enumerate(job.stages)
+    ]
+    engines = [
+        [
+            Engine(program, config, stage, replica, PipelinePlan.of(config, stage).mean_delay)
+            for stage, program in enumerate(programs)
+        ]
+        for replica in range(config.mesh.replicas)
+    ]
+    observer = RunObserver(
+        config, emit, programs, job.validation, lambda: batches.tokens, progress
+    )
+    sizes = Sizes([0] * (len(programs) - 1), [program.layout.numel for program in programs])
+    mesh = VirtualMesh(
+        config,
+        emit,
+        sizes=sizes,
+        engines=engines,
+        batches=batches,
+        stage_costs=job.stage_costs,
+        observer=observer,
+        digests=job.digests,
+    )
+    began_s = time.perf_counter()
+    status, error = _run_and_name_the_end(mesh, observer)
+    return Result(
+        weights=[[engine.named_weights() for engine in row] for row in engines],
+        summary=summary.build(status, time.perf_counter() - began_s, batches.tokens),
+        error=error,
+    )
+
+
+def _run_and_name_the_end(
+    mesh: VirtualMesh, observer: RunObserver
+) -> tuple[str, AsyncMeshError | None]:
+    """Run; answer the run's status, and the error of a run that diverged."""
+    python_state, torch_state = random.getstate(), torch.get_rng_state()
+    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    try:
+        mesh.run()
+        observer.flush()
+    except DivergedError as error:
+        return "diverged", error
+    except KeyboardInterrupt:
+        return "interrupted", None
+    finally:
+        random.setstate(python_state)
+        torch.set_rng_state(torch_state)
+        if cuda_states:
+            torch.cuda.set_rng_state_all(cuda_states)
+    return "completed", None
+
+
+def simulate_modules(
+    stages: Sequence[nn.Module],
+    loss: LossFunction,
+    batches: BatchFunction,
+    config: Config,
+    *,
+    validation: Sequence[Batch] = (),
+    digests: bool = False,
+) -> Result:
+    """Train any pipeline of modules on the virtual mesh.
+
+    Stage i's output is stage i+1's input; the last stage's output goes into `loss(output, target)`.
+    `batches(replica, microbatch)` gives `(input, target)`. The modules are left as they are: the
+    trained tensors are in `result.weights[replica][stage]`, by name. `digests` records a hash of the
+    weights with every forward and backward.
+
+    Raises `DivergedError` when the loss is not finite any more; its attribute `result` holds everything
+    up to then.
+    """
+    stages = list(stages)
+    if not stages:
+        raise StageError("stages = []: a pipeline needs at least one stage; pass a list of modules")
+    if "stages" not in config.mesh.model_fields_set and config.mesh.stages != len(stages):
+        config = config.replace(mesh={"stages": len(stages)})
+    if config.mesh.stages != len(stages):
+        raise ConfigError(
+            "mesh.stages",
+            config.mesh.stages,
+            f"{len(stages)} stages were handed over",
+            f"set mesh.stages={len(stages)} or leave it out",
+        )
+    events: list[Event] = []
+    job = Job(
+        config=config,
+        stages=stages,
+        loss=loss,
+        batches=batches,
+        device=_device_of(stages, config),
+        validation=validation,
+        digests=digests,
+    )
+    ran = run_job(job, events.append)
+    result = Result(ran.weights, ran.summary, events, ran.error)
+    if result.error is not None:
+        result.error.result = result  # type: ignore[attr-defined]
+        raise result.error
+    return result
+
+
+def _device_of(stages: Sequence[nn.Module], config: Config) -> torch.device:
+    """`train.device`, where auto is where the stages are."""
+    if config.train.device != "auto":
+        return choose_device(config)
+    for stage in stages:
+        for parameter in stage.parameters():
+            return parameter.device
+    return torch.device("cpu")
+
+
+def choose_device(config: Config) -> torch.device:
+    """`train.device`, where auto is a GPU if there is one."""
+    wanted, has_gpu = config.train.device, torch.cuda.is_available()
+    if wanted == "cuda" and not has_gpu:
+        raise ConfigError(
+            "train.device", wanted, "this machine has no usable GPU", "use train.device=cpu"
+        )
+    if wanted == "cpu" or not has_gpu:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
