@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ from asyncmesh.config import Config
 from asyncmesh.errors import StageError
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-Tensors = Mapping[str, Tensor]
+Tensors = dict[str, Tensor]
 
 
 class StageProgram:
@@ -52,6 +52,7 @@ class StageProgram:
             )
         self.device = device
         self.layout = FlatLayout.of(trained.items())
+        self._aliases = _aliases(module, trained)
         self.matrices = hidden_matrices(module) & trained.keys()
         self.loss = loss
         self._trained = trained
@@ -82,8 +83,15 @@ class StageProgram:
         return nullcontext()
 
     def _run(self, weights: Tensors, constants: Tensors, x: Tensor, target: Tensor | None) -> Tensor:
-        output: Tensor = functional_call(self._training, (weights, constants), (x,))
+        output = self._call(self._training, weights, constants, x)
         return output if self.loss is None or target is None else self.loss(output, target)
+
+    def _call(self, module: nn.Module, weights: Tensors, constants: Tensors, x: Tensor) -> Tensor:
+        tied = {alias: weights[name] for alias, name in self._aliases.items()}
+        # Ties are resolved once, above: functional_call would search for them in every call.
+        tensors = (weights, tied, constants)
+        output: Tensor = functional_call(module, tensors, (x,), tie_weights=False)
+        return output
 
     def evaluate(
         self, flat: Tensor, constants: Tensors, x: Tensor, target: Tensor | None
@@ -91,9 +99,7 @@ class StageProgram:
         """The output (the last stage: its loss) without gradients, in evaluation mode."""
         with torch.no_grad(), self.autocast():
             weights = self.layout.views(flat)
-            output: Tensor = functional_call(
-                self._evaluating, (weights, dict(constants)), (x.to(self.device),)
-            )
+            output = self._call(self._evaluating, weights, constants, x.to(self.device))
             if self.loss is None or target is None:
                 return output
             return self.loss(output, target.to(self.device))
@@ -278,6 +284,16 @@ class Engine:
     def _averaging_bytes_now(self) -> int:
         state = {**self._agreement.state(), **self._correction.state()}
         return sum(map(_bytes, [*state.values(), *self._sent.values()]))
+
+
+def _aliases(module: nn.Module, trained: Tensors) -> dict[str, str]:
+    """Further names of tied parameters, each with the name that the layout knows."""
+    first = {id(parameter): name for name, parameter in trained.items()}
+    return {
+        name: first[id(parameter)]
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if id(parameter) in first and first[id(parameter)] != name
+    }
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -1,0 +1,5 @@
+"""`python -m asyncmesh` is `asyncmesh`."""
+
+from asyncmesh.cli.main import main
+
+main()

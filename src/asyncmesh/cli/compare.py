@@ -1,0 +1,282 @@
+"""`compare`: several methods on the same work.
+
+Owns what a comparison consists of (cases × grid × seeds) and the running of it. What is equal is equal by
+construction: all cases start from the same settings, so model, initial weights, data order and number of
+tokens only differ where a case says so. A grid gives every case its own best setting from common choices.
+Invariant: a finished run whose configuration is unchanged is not run again, so a comparison that was
+interrupted goes on where it was.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from asyncmesh.cli.settings import PASS_SETTINGS_ON, Preset, Settings, sorted_out
+from asyncmesh.config import Config
+from asyncmesh.configuration import (
+    Layers,
+    Nested,
+    collect,
+    flattened,
+    parse_assignment,
+    read_preset,
+    read_toml,
+)
+from asyncmesh.errors import AsyncMeshError, ConfigError
+
+Assignments = dict[str, Any]
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command(context_settings=PASS_SETTINGS_ON)(compare)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The cases by name, the settings to choose from for each, and the seeds."""
+
+    title: str
+    cases: Mapping[str, Assignments]
+    grid: Mapping[str, Sequence[Any]]
+    seeds: Sequence[int]
+    baseline: str | None
+
+    def points(self) -> list[Assignments]:
+        """Every combination of the grid (one, empty, without a grid)."""
+        return [
+            dict(zip(self.grid, values, strict=True)) for values in product(*self.grid.values())
+        ]
+
+
+@dataclass(frozen=True)
+class RunTask:
+    """One run of a comparison."""
+
+    case: str
+    point: int
+    seed: int
+    config: Config
+    folder: Path
+
+
+def compare(  # noqa: PLR0913 - options of a command
+    settings: Settings = None,
+    preset: Preset = None,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(help='A method: --case "NAME: key=value key=value". Can be repeated.'),
+    ] = None,
+    over: Annotated[
+        list[str] | None,
+        typer.Option(help="A case for every value: --over averaging.method=sparta,async-ema."),
+    ] = None,
+    grid: Annotated[
+        list[str] | None,
+        typer.Option(help="Values of which every case gets its best: --grid key=1e-3,2e-3."),
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(help="Comma-separated; default: 0.")] = None,
+    baseline: Annotated[str | None, typer.Option(help="The case that others refer to.")] = None,
+    only: Annotated[str | None, typer.Option(help="Run cases whose name has this in it.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Default: comparisons/NAME.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time.")] = None,
+) -> None:
+    """Run several methods on the same work; writes a table and a plot."""
+    files, assignments = sorted_out(settings or [])
+    path = Path(files[0]) if files else None
+    layers = collect(preset, path, assignments)
+    layers.config()  # a mistake in the common settings is told before anything else
+    given = _given(preset, path)
+    plan = _plan(given, case or [], over or [], grid or [], seeds, baseline, only)
+    folder = output or Path("comparisons") / (path.stem if path else preset or "compare")
+    tasks = list(_tasks(plan, layers, folder))
+    summaries = _run_all(tasks, jobs or _default_jobs(tasks[0].config))
+    _present(plan, layers, summaries, folder)
+
+
+def _given(preset: str | None, path: Path | None) -> Nested:
+    """The [compare] table of the preset and the file, the file's over the preset's."""
+    given: Nested = dict(read_preset(preset).get("compare", {})) if preset else {}
+    return given | (read_toml(path).get("compare", {}) if path else {})
+
+
+def _plan(
+    given: Nested,
+    case: list[str],
+    over: list[str],
+    grid: list[str],
+    seeds: str | None,
+    baseline: str | None,
+    only: str | None,
+) -> Plan:
+    cases: dict[str, Assignments] = {
+        name: flattened(values) for name, values in given.get("cases", {}).items()
+    }
+    cases |= dict(_parse_case(text) for text in case)
+    cases = _crossed(cases, [_parse_choices(text, "--over") for text in over])
+    if only is not None:
+        cases = {name: values for name, values in cases.items() if only in name}
+    if not cases:
+        raise ConfigError(
+            "--only" if only else "--case",
+            only,
+            "leaves nothing to compare",
+            'give cases, e.g. --over averaging.method=sparta,async-ema or --preset "data-axis"',
+        )
+    baseline = baseline or given.get("baseline")
+    if baseline is not None and baseline not in cases:
+        if only is None:
+            raise ConfigError(
+                "--baseline", baseline, "is not one of the cases", f"choose from {', '.join(cases)}"
+            )
+        baseline = None
+    chosen = dict(given.get("grid", {}))
+    chosen |= dict(_parse_choices(text, "--grid") for text in grid)
+    return Plan(
+        title=given.get("title", "Comparison"),
+        cases=cases,
+        grid=chosen,
+        seeds=_parse_seeds(seeds) if seeds else given.get("seeds", [0]),
+        baseline=baseline,
+    )
+
+
+def _parse_case(text: str) -> tuple[str, Assignments]:
+    name, colon, rest = text.partition(":")
+    if not colon:
+        raise ConfigError("--case", text, "has no colon", 'write --case "NAME: key=value key=value"')
+    return name.strip(), dict(parse_assignment(part) for part in rest.split())
+
+
+def _parse_choices(text: str, option: str) -> tuple[str, list[Any]]:
+    name, equals, values = text.partition("=")
+    if not equals or not values:
+        raise ConfigError(option, text, "has no values", f"write {option} section.key=A,B,C")
+    return name, [parse_assignment(f"{name}={value}")[1] for value in values.split(",")]
+
+
+def _parse_seeds(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError("--seeds", text, "must be whole numbers", "try --seeds=0,1,2") from None
+
+
+def _crossed(
+    cases: dict[str, Assignments], overs: list[tuple[str, list[Any]]]
+) -> dict[str, Assignments]:
+    """Every case with every combination of the values of --over."""
+    for name, values in overs:
+        cases = {
+            f"{case}, {value}" if case else str(value): {**settings, name: value}
+            for case, settings in (cases or {"": {}}).items()
+            for value in values
+        }
+    return cases
+
+
+def _tasks(plan: Plan, layers: Layers, folder: Path) -> Iterator[RunTask]:
+    """All runs, checked before the first one begins."""
+    for name, settings in plan.cases.items():
+        for number, point in enumerate(plan.points()):
+            for seed in plan.seeds:
+                mine = Layers(dict(layers.values), dict(layers.origin))
+                mine.add(settings, f"case {name}")
+                mine.add(point, "grid")
+                mine.add({"seed": seed}, "seeds")
+                slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+                run = folder / slug / f"seed-{seed}"
+                if plan.grid:
+                    chosen = "_".join(f"{k.rpartition('.')[2]}-{v}" for k, v in point.items())
+                    run = run.with_name(f"{chosen}_seed-{seed}")
+                yield RunTask(name, number, seed, mine.config(), run)
+
+
+def _default_jobs(config: Config) -> int:
+    """One run a core, or one at a time on a GPU."""
+    from asyncmesh.simulator.run import choose_device
+
+    return 1 if choose_device(config).type == "cuda" else os.cpu_count() or 1
+
+
+def _run_all(tasks: Sequence[RunTask], jobs: int) -> dict[tuple[str, int, int], dict[str, Any]]:
+    """The summaries by (case, grid point, seed). Small models gain most from one core a run."""
+    summaries = {}
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        pending = {pool.submit(run_task, task, threads): task for task in tasks}
+        try:
+            for done, future in enumerate(as_completed(pending), 1):
+                task, summary = pending[future], future.result()
+                summaries[task.case, task.point, task.seed] = summary
+                loss = summary["final_val_loss"]
+                shown = summary["status"] if loss is None else f"validation loss {loss:.4f}"
+                print(f"{done}/{len(tasks)} {task.folder}: {shown}", flush=True)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return summaries
+
+
+def run_task(task: RunTask, threads: int) -> dict[str, Any]:
+    """One run, in a process of its own; a run that diverged is a result like any other."""
+    import torch
+
+    from asyncmesh.configuration import to_toml
+    from asyncmesh.observe.folder import RunFolder, read_summary
+    from asyncmesh.simulator.language_model import language_model_job
+    from asyncmesh.simulator.run import run_job
+
+    made = task.folder / "config.toml"
+    if (task.folder / "summary.json").is_file() and made.read_text() == to_toml(task.config):
+        summary = read_summary(task.folder)
+        if summary["status"] != "interrupted":
+            return summary
+    torch.set_num_threads(threads)
+    job = language_model_job(task.config).job
+    folder = RunFolder(task.folder, task.config, keep_events=False)
+    result = run_job(job, folder)
+    folder.finish(result.summary)
+    return read_summary(task.folder)
+
+
+def _present(
+    plan: Plan,
+    layers: Layers,
+    summaries: Mapping[tuple[str, int, int], dict[str, Any]],
+    folder: Path,
+) -> None:
+    from asyncmesh.cli.console import console
+    from asyncmesh.observe.comparison import CaseResult, rich_table, write_comparison
+
+    results = []
+    for name, settings in plan.cases.items():
+        by_point = [
+            tuple(summaries[name, number, seed] for seed in plan.seeds)
+            for number in range(len(plan.points()))
+        ]
+        best = min(range(len(by_point)), key=lambda number: _mean_loss(by_point[number]))
+        chosen = {**settings, **plan.points()[best]}
+        results.append(CaseResult(name, chosen, by_point[best]))
+    write_comparison(folder, results, plan.baseline, plan.title)
+    console.print(rich_table(results, plan.baseline))
+    print(f"table, figures and plot: {folder}")
+    if all(run["status"] == "diverged" for result in results for run in result.runs):
+        raise AsyncMeshError("every run diverged; lower optimizer.learning_rate")
+
+
+def _mean_loss(runs: Sequence[dict[str, Any]]) -> float:
+    """For choosing from the grid: a run that diverged is worse than any other."""
+    losses = [run["final_val_loss"] for run in runs if run["status"] == "completed"]
+    if len(losses) < len(runs) or None in losses:
+        return float("inf")
+    return float(sum(losses) / len(losses))

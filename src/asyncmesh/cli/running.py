@@ -1,0 +1,111 @@
+"""`train` and `simulate`: one run, from settings to a folder with a report.
+
+Owns the order of a run as a user sees it: settings, data and model, progress, result, where it all lies.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from asyncmesh.cli.settings import (
+    PASS_SETTINGS_ON,
+    Preset,
+    PrintConfig,
+    Settings,
+    print_config,
+    read,
+)
+from asyncmesh.config import Config
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command(context_settings=PASS_SETTINGS_ON)(train)
+    app.command(context_settings=PASS_SETTINGS_ON)(simulate)
+
+
+def train(
+    settings: Settings = None, preset: Preset = None, print_config: PrintConfig = False
+) -> None:
+    """Train a model. For now on the virtual mesh: real numbers, virtual time, one process."""
+    layers = read(settings, preset or "default")
+    config = layers.config()
+    if print_config:
+        return _show(layers, config)
+    print("the mesh is virtual: all workers run in this process, and times are simulated")
+    return _run(config, sample=True)
+
+
+def simulate(
+    settings: Settings = None,
+    preset: Preset = None,
+    print_config: PrintConfig = False,
+    hollow: Annotated[
+        bool, typer.Option("--hollow", help="Protocol only, no numbers: for meshes of any size.")
+    ] = False,
+) -> None:
+    """Run the virtual mesh: the numbers of a real one, in virtual time."""
+    layers = read(settings, preset)
+    config = layers.config()
+    if print_config:
+        return _show(layers, config)
+    return _run_hollow(config) if hollow else _run(config, sample=False)
+
+
+_show = print_config
+
+
+def _run(config: Config, sample: bool) -> None:
+    from asyncmesh.checkpoint.weights import mean_weights, save
+    from asyncmesh.cli.console import progress
+    from asyncmesh.cli.results import print_sample, print_summary
+    from asyncmesh.observe.folder import RunFolder
+    from asyncmesh.observe.report import write_report
+    from asyncmesh.simulator.language_model import language_model_job
+    from asyncmesh.simulator.run import run_job
+
+    built = language_model_job(config)
+    folder = RunFolder.new(config)
+    parameters = sum(p.numel() for stage in built.job.stages for p in stage.parameters())
+    print(
+        f"{config.model.layers} layers, {parameters:,} parameters, {built.data.train_tokens:,}"
+        f" training tokens ({built.data.kind}); {config.mesh.stages} stages ×"
+        f" {config.mesh.replicas} replicas, {config.averaging.method}, {config.optimizer.name}"
+    )
+    with progress("training", config.train.updates) as show:
+        result = run_job(built.job, folder, show)
+    folder.finish(result.summary)
+    if result.summary["updates"]:
+        save(folder.path, result.summary["updates"], mean_weights(result.weights))
+    print_summary(result.summary)
+    if sample and result.error is None:
+        print_sample(folder.path)
+    print(f"report: {write_report(folder.path)}")
+    if result.error is not None:
+        raise result.error
+    if result.summary["status"] == "interrupted":
+        raise KeyboardInterrupt
+
+
+def _run_hollow(config: Config) -> None:
+    import time
+
+    from asyncmesh.cli.results import print_summary
+    from asyncmesh.data.sources import load_source
+    from asyncmesh.observe.summary import SummaryBuilder
+    from asyncmesh.simulator.language_model import stage_sizes, tokens_per_microbatch
+    from asyncmesh.simulator.mesh import VirtualMesh
+
+    vocab = config.model.vocab or load_source(config.data.source).needed_vocab
+    builder = SummaryBuilder(config)
+    mesh = VirtualMesh(config, builder, sizes=stage_sizes(config, vocab))
+    began_s = time.perf_counter()
+    mesh.run()
+    wall_s = time.perf_counter() - began_s
+    summary: dict[str, Any] = builder.build("completed", wall_s, tokens_per_microbatch(config))
+    print_summary(summary)
+    print(
+        f"hollow: {mesh.inputs:,} protocol events in {wall_s:.1f} s"
+        f" ({mesh.inputs / wall_s:,.0f} a second); {summary['events']:,} records"
+    )

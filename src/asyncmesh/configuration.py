@@ -1,0 +1,144 @@
+"""Where settings come from: defaults, a preset, a file, the command line, in rising order.
+
+Owns the layering and, for every value, the name of the layer that set it. Invariant: a setting is spelt
+`section.key` everywhere, and a value on the command line is read as TOML, or else as plain text.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from asyncmesh.config import Config, setting_names, unknown_setting
+from asyncmesh.errors import ConfigError, InputFileError
+
+Nested = dict[str, Any]
+
+
+@dataclass
+class Layers:
+    """Settings collected from several places. `origin[setting]` says which place won."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origin: dict[str, str] = field(default_factory=dict)
+
+    def add(self, settings: Mapping[str, Any], origin: str) -> None:
+        """Put a layer of `section.key: value` on top."""
+        for name, value in settings.items():
+            if name not in setting_names():
+                raise unknown_setting(name)
+            self.values[name] = value
+            self.origin[name] = origin
+
+    def config(self) -> Config:
+        return Config.from_dict(nested(self.values))
+
+
+def flattened(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """{"mesh": {"stages": 4}} → {"mesh.stages": 4}; an empty or misplaced table is an error."""
+    flat: dict[str, Any] = {}
+    for name, value in tables.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}.{key}": inner for key, inner in value.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def nested(settings: Mapping[str, Any]) -> Nested:
+    """The inverse of `flattened`."""
+    tables: Nested = {}
+    for name, value in settings.items():
+        section, _, key = name.rpartition(".")
+        if section:
+            tables.setdefault(section, {})[key] = value
+        else:
+            tables[key] = value
+    return tables
+
+
+def read_toml(path: Path) -> Nested:
+    """A TOML file, or one line about why it cannot be read."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputFileError(f"{path}: there is no such file; give the path of a TOML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputFileError(f"{path}: cannot be read ({error}); give a TOML file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise InputFileError(f"{path}: is not valid TOML: {error}; mend that line") from None
+
+
+def parse_assignment(argument: str) -> tuple[str, Any]:
+    """`section.key=value` (leading dashes allowed) as a name and a TOML value."""
+    name, equals, text = argument.lstrip("-").partition("=")
+    name = name.replace("-", "_")
+    if not equals:
+        if name in setting_names():
+            raise ConfigError(name, "", "needs a value", f"write --{name}=VALUE")
+        raise unknown_setting(name)
+    try:
+        return name, tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name, text
+
+
+def preset_names() -> list[str]:
+    """The presets that come with the package."""
+    files = resources.files("asyncmesh.presets").iterdir()
+    return sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml"))
+
+
+def read_preset(name: str) -> Nested:
+    """A preset by name."""
+    if name not in preset_names():
+        raise ConfigError(
+            "--preset", name, "there is no such preset", f"choose from {', '.join(preset_names())}"
+        )
+    return tomllib.loads((resources.files("asyncmesh.presets") / f"{name}.toml").read_text())
+
+
+def _settings_of(tables: Nested) -> dict[str, Any]:
+    """A file's settings; its [compare] table belongs to `asyncmesh compare`."""
+    return flattened({name: value for name, value in tables.items() if name != "compare"})
+
+
+def collect(preset: str | None, path: Path | None, assignments: Iterable[str]) -> Layers:
+    """All layers of a command line."""
+    layers = Layers()
+    if preset is not None:
+        layers.add(_settings_of(read_preset(preset)), f"preset {preset}")
+    if path is not None:
+        layers.add(_settings_of(read_toml(path)), str(path))
+    for assignment in assignments:
+        name, value = parse_assignment(assignment)
+        layers.add({name: value}, "command line")
+    return layers
+
+
+def resolved(config: Config) -> dict[str, Any]:
+    """Every setting with its effective value, `section.key: value`, method defaults included."""
+    values = flattened(config.model_dump())
+    delay = config.averaging_delay
+    return values | {
+        "averaging.fraction": config.averaging_fraction,
+        "averaging.interval": config.averaging_interval,
+        "averaging.delay": "emergent" if delay is None else delay,
+        "averaging.max_in_flight": config.rounds_in_flight,
+        "optimizer.beta1": config.beta1,
+        "optimizer.beta2": config.beta2,
+        "optimizer.warmup_updates": config.warmup_updates,
+    }
+
+
+def to_toml(config: Config) -> str:
+    """A configuration file that gives this configuration again (None, the default, is left out)."""
+    values = {name: value for name, value in resolved(config).items() if value is not None}
+    tops = {name: value for name, value in values.items() if "." not in name}
+    return tomli_w.dumps(tops | nested({n: v for n, v in values.items() if "." in n}))
