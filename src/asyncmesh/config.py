@@ -392,6 +392,9 @@ def _told_in_one_line(detail: ErrorDetails) -> AsyncMeshError:
     place = [str(part) for part in detail["loc"]]
     name = ".".join(place)
     if detail["type"] == "extra_forbidden":
+        given = detail["input"]
+        if len(place) == 1 and isinstance(given, Mapping) and given:  # a whole table is unknown
+            name = f"{name}.{next(iter(given))}"
         return unknown_setting(name)
     while place and ".".join(place) not in known:  # a union's branch or a list's index
         place.pop()

@@ -61,6 +61,8 @@ class StageProgram:
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]
             if name not in trained
         }
+        # What a state dict holds besides trained weights: tables that can be recomputed are not in it.
+        self.kept_constants = self._constants.keys() & module.state_dict().keys()
         self._training = copy.deepcopy(module).to("meta").train()
         self._evaluating = copy.deepcopy(self._training).eval()
         self._bfloat16 = config.train.dtype == "bfloat16"
@@ -260,9 +262,9 @@ class Engine:
         return self.pool.newest.flat.clone()
 
     def named_weights(self) -> dict[str, Tensor]:
-        """The newest version by name, with buffers and frozen parameters, as copies."""
-        newest = self.program.layout.views(self.newest_weights())
-        return newest | {name: t.clone() for name, t in self._constants.items()}
+        """The newest version as copies, by name, with persistent buffers and frozen parameters."""
+        kept = {name: self._constants[name].clone() for name in self.program.kept_constants}
+        return self.program.layout.views(self.newest_weights()) | kept
 
     @property
     def constants(self) -> dict[str, Tensor]:

@@ -7,6 +7,8 @@ names the setting, its value, the rule and a fix; the command line prints that o
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class AsyncMeshError(Exception):
     """Base of all errors that are told to the user in one line."""
@@ -36,9 +38,10 @@ class StageError(AsyncMeshError):
 
 
 class DivergedError(AsyncMeshError):
-    """The loss became NaN or infinite. Everything recorded so far has been kept."""
+    """The loss became NaN or infinite. `result` is everything recorded so far (a simulator.Result)."""
 
     exit_code = 1
+    result: Any = None
 
 
 class ProtocolError(RuntimeError):

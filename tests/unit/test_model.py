@@ -328,6 +328,11 @@ def test_rotary_tables_are_no_state_and_survive_to_empty() -> None:
     assert torch.equal(stage.rotary.cosine, fresh.cosine)
 
 
+def test_rotary_keeps_the_type_that_attention_shares_with_its_values() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        assert RotaryTables(16, 8)(torch.ones(1, 1, 4, 8, dtype=dtype)).dtype == dtype
+
+
 def test_a_copy_is_independent_and_equal() -> None:
     (stage,) = build_stages(config(), VOCAB, 1, seed=0)
     twin = copy.deepcopy(stage)

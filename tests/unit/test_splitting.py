@@ -61,6 +61,11 @@ def test_a_larger_maximum_at_the_beginning_is_used_where_it_is_free() -> None:
     assert partition([1, 1, 4, 2, 9], 3) == [range(0, 2), range(2, 4), range(4, 5)]
 
 
+def test_the_least_maximum_goes_before_the_least_squares() -> None:
+    # [1, 5 | 2 | 3] has the smaller sum of squares, and a part of 6.
+    assert partition([1, 5, 2, 3], 3) == [range(0, 1), range(1, 2), range(2, 4)]
+
+
 def test_partition_of_a_long_model_is_quick_and_stable() -> None:
     costs = [0.0, *[7.0] * 126, 20.0]
     assert partition(costs, 64) == partition(costs, 64)

@@ -55,7 +55,7 @@ def _continue(
     kind = load_source(config.data.source).kind
     vocab = weights["head.output.weight"].shape[0]
     (model,) = build_stages(config.model, vocab, 1, config.seed)
-    model.load_state_dict(weights, strict=False)
+    model.load_state_dict(weights)
     ids = encode(kind, prompt)
     if not ids:
         raise ConfigError("--prompt", prompt, "needs at least one token", 'try --prompt="The "')

@@ -51,7 +51,7 @@ class RotaryTables(nn.Module):
         self.sine.copy_(angles.sin())
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (B, heads, T, head_width), turned; its type is kept, which autocast relies on."""
+        """x: (B, heads, T, head_width), turned; of its type, so that attention meets one type."""
         positions = x.shape[-2]
         cosine, sine = self.cosine[:positions], self.sine[:positions]
         first, second = x.chunk(2, dim=-1)
@@ -133,8 +133,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rotary: RotaryTables | None) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), rotary))
-        x = x + self.dropout(self.mlp(self.mlp_norm(x)))
-        return x
+        added: Tensor = self.dropout(self.mlp(self.mlp_norm(x)))
+        return x + added
 
 
 class Head(nn.Module):

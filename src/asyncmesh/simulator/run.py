@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from asyncmesh.config import Config
 from asyncmesh.engine import Engine, LossFunction, StageProgram
-from asyncmesh.errors import AsyncMeshError, ConfigError, DivergedError, StageError
+from asyncmesh.errors import ConfigError, DivergedError, StageError
 from asyncmesh.observe.events import Event, Sink
 from asyncmesh.observe.summary import SummaryBuilder
 from asyncmesh.protocol.pipeline import PipelinePlan
@@ -36,7 +36,7 @@ class Result:
     weights: list[list[dict[str, Tensor]]]  # [replica][stage], by parameter name
     summary: dict[str, Any]
     events: list[Event] = field(default_factory=list)
-    error: AsyncMeshError | None = None
+    error: DivergedError | None = None
 
 
 class CountedBatches:
@@ -113,7 +113,7 @@ def run_job(job: Job, sink: Sink, progress: Progress | None = None) -> Result:
 
 def _run_and_name_the_end(
     mesh: VirtualMesh, observer: RunObserver
-) -> tuple[str, AsyncMeshError | None]:
+) -> tuple[str, DivergedError | None]:
     """Run; answer the run's status, and the error of a run that diverged."""
     python_state, torch_state = random.getstate(), torch.get_rng_state()
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -176,7 +176,7 @@ def simulate_modules(
     ran = run_job(job, events.append)
     result = Result(ran.weights, ran.summary, events, ran.error)
     if result.error is not None:
-        result.error.result = result  # type: ignore[attr-defined]
+        result.error.result = result
         raise result.error
     return result
 

@@ -1,0 +1,186 @@
+"""Runs as a user of `simulate_modules` sees them: results, divergence, odd stages, memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tiny
+from asyncmesh import Config, simulate_modules
+from asyncmesh.errors import ConfigError, DivergedError, StageError
+from asyncmesh.observe.events import Event, EventHash, Loss, Memory
+from asyncmesh.simulator.memory import predict
+from asyncmesh.simulator.mesh import Sizes
+
+
+def run(stages: list[nn.Module], values: dict[str, dict[str, Any]]) -> Any:
+    return simulate_modules(stages, tiny.squared_error, tiny.batch, Config.from_dict(values))
+
+
+def test_the_mesh_is_as_long_as_the_stages_when_nothing_else_is_said() -> None:
+    values = tiny.settings()
+    del values["mesh"]
+    assert run(tiny.stages(3), values).summary["mesh"] == {"stages": 3, "replicas": 2}
+
+
+def test_a_mesh_of_another_length_is_refused() -> None:
+    with pytest.raises(ConfigError, match="mesh.stages = 2: 3 stages were handed over; set"):
+        run(tiny.stages(3), tiny.settings())
+
+
+def test_a_run_that_diverges_keeps_what_it_has() -> None:
+    def explode(replica: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        x, target = tiny.batch(replica, microbatch)
+        return x, target * (float("inf") if microbatch == 7 else 1.0)
+
+    config = Config.from_dict(tiny.settings())
+    with pytest.raises(DivergedError, match=r"became inf before update 8.*learning_rate=0.001") as e:
+        simulate_modules(tiny.stages(2), tiny.squared_error, explode, config)
+    result = e.value.result
+    assert result is not None
+    assert result.summary["status"] == "diverged"
+    assert result.summary["updates"] > 0
+    assert sum(isinstance(event, Loss) for event in result.events) >= 8
+    assert e.value.exit_code == 1
+
+
+def test_integer_outputs_between_stages_carry_no_gradient() -> None:
+    class Quantise(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x > 0).long().sum(-1)
+
+    class Look(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(tiny.WIDTH + 1, tiny.WIDTH, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            embedded: Tensor = self.table(x)
+            return embedded
+
+    result = run([Quantise(), Look()], tiny.settings())
+    assert result.summary["status"] == "completed"
+    assert result.weights[0][0] == {}
+
+
+def test_tied_parameters_and_frozen_ones() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(tiny.WIDTH, tiny.WIDTH, dtype=torch.float64)
+            self.two = nn.Linear(tiny.WIDTH, tiny.WIDTH, dtype=torch.float64)
+            self.two.weight = self.one.weight
+            self.two.bias.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.two(torch.tanh(self.one(x)))
+            return y
+
+    torch.manual_seed(0)
+    module = Tied()
+    values = tiny.settings(mesh={"stages": 1, "replicas": 1}, optimizer={"max_grad_norm": 0})
+    weights = run([module], values).weights[0][0]
+    o = values["optimizer"]
+    twin = Tied()
+    twin.load_state_dict(module.state_dict())
+    torch.set_default_dtype(torch.float64)  # NAdam keeps its product of momenta in it
+    try:
+        optimizer = torch.optim.NAdam(
+            [p for p in twin.parameters() if p.requires_grad],
+            betas=(o["beta1"], o["beta2"]),
+            momentum_decay=o["momentum_decay"],
+            weight_decay=o["weight_decay"],
+            decoupled_weight_decay=True,
+        )
+        from asyncmesh.algorithm.schedule import LearningRate
+
+        rate = LearningRate(o["learning_rate"], "cosine", 12, 3, 0.1)
+        for update in range(1, 13):
+            optimizer.param_groups[0]["lr"] = rate(update)
+            optimizer.zero_grad()
+            x, target = tiny.batch(0, update - 1)
+            tiny.squared_error(twin(x), target).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(weights["one.weight"], twin.one.weight)
+    assert torch.equal(weights["one.bias"], twin.one.bias)
+    assert torch.equal(weights["two.bias"], module.two.bias)
+
+
+def test_buffers_belong_to_a_worker_and_are_updated() -> None:
+    stages = [nn.Sequential(nn.BatchNorm1d(tiny.WIDTH), nn.Linear(tiny.WIDTH, tiny.WIDTH)).double()]
+    result = run(stages, tiny.settings(mesh={"stages": 1, "replicas": 2}))
+    means = [row[0]["0.running_mean"] for row in result.weights]
+    assert not torch.equal(means[0], means[1])
+    assert torch.equal(stages[0][0].running_mean, torch.zeros(tiny.WIDTH).double())
+
+
+def test_dropout_is_a_function_of_the_microbatch_and_not_of_the_order_of_events() -> None:
+    def weights(**timing: Any) -> dict[str, Tensor]:
+        torch.manual_seed(5)
+        stages = [nn.Sequential(s, nn.Dropout(0.5)) for s in tiny.stages(2)]
+        values = tiny.settings(compute=timing)
+        final: dict[str, Tensor] = run(stages, values).weights[1][1]
+        return final
+
+    calm, stormy = weights(), weights(jitter=1.0, replica_slowdown=[3.0, 1.0])
+    assert all(torch.equal(calm[name], stormy[name]) for name in calm)
+
+
+@pytest.mark.parametrize(
+    ("first", "told"),
+    [
+        (
+            nn.Sequential(nn.Linear(6, 6).double(), nn.Linear(6, 6)),
+            "need one dtype, not torch.float32, torch.float64; convert",
+        ),
+        (nn.LSTM(6, 6, dtype=torch.float64), "stage 0 returned tuple: a stage hands one tensor"),
+    ],
+)
+def test_stages_that_cannot_be_trained(first: nn.Module, told: str) -> None:
+    with pytest.raises(StageError, match=told):
+        run([first, *tiny.stages(1)], tiny.settings())
+
+
+@pytest.mark.parametrize("schedule", ["async", "1f1b", "gpipe"])
+@pytest.mark.parametrize(("stages", "k", "h"), [(1, 1, 0), (4, 1, 0), (4, 2, 0), (4, 4, 2), (8, 1, 1)])
+def test_live_versions_are_as_predicted(schedule: str, stages: int, k: int, h: int) -> None:
+    values = tiny.settings(
+        train={"updates": 24},
+        mesh={"stages": stages, "replicas": 2},
+        pipeline={"schedule": schedule, "accumulation": k, "extra_depth": h},
+        averaging={"method": "async-momentum", "delay": 3, "fraction": 0.2},
+    )
+    config, modules = Config.from_dict(values), tiny.stages(stages)
+    sizes = Sizes([0] * (stages - 1), [sum(p.numel() for p in m.parameters()) for m in modules])
+    events: list[Event] = simulate_modules(
+        modules, tiny.squared_error, tiny.batch, config
+    ).events
+    predicted = predict(config, sizes, width=8)
+    for memory in (event for event in events if isinstance(event, Memory)):
+        expected = predicted[memory.stage]
+        assert memory.buffers == expected.buffers <= expected.in_flight + 1
+        assert memory.buffers * memory.buffer_bytes == expected.weight_bytes
+        assert memory.averaging_bytes == pytest.approx(expected.averaging_bytes, rel=0.01)
+        if schedule != "async":
+            assert memory.buffers == 2  # a flush leaves one version to read and one to write
+
+
+def test_the_same_seed_gives_the_same_hash_and_another_seed_does_not() -> None:
+    def digest(seed: int) -> str:
+        values: dict[str, Any] = tiny.settings(
+            compute={"jitter": 0.5},
+            averaging={"method": "async-ema", "fraction": 0.25, "delay": "emergent"},
+        )
+        values["seed"] = seed
+        hashed = EventHash()
+        for event in run(tiny.stages(2), values).events:
+            hashed(event)
+        return hashed.hexdigest()
+
+    assert len({digest(3) for _ in range(20)}) == 1
+    assert digest(3) != digest(4)

@@ -1,0 +1,205 @@
+"""What the virtual mesh says about time: links, stragglers, emergent delays, busy workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import tiny
+from asyncmesh import Config, simulate_modules
+from asyncmesh.observe.events import Backward, Event, Merge, Message, Update
+from asyncmesh.observe.summary import SummaryBuilder
+from asyncmesh.simulator.links import Link, RingLink
+from asyncmesh.simulator.mesh import Sizes, VirtualMesh
+
+
+def hollow(**sections: dict[str, Any]) -> tuple[list[Event], dict[str, Any]]:
+    """A hollow mesh whose activations and stages are 1,000 bytes and coordinates each."""
+    config = Config.from_dict(sections)
+    events: list[Event] = []
+    builder = SummaryBuilder(config)
+
+    def emit(event: Event) -> None:
+        events.append(event)
+        builder(event)
+
+    stages = config.mesh.stages
+    VirtualMesh(config, emit, sizes=Sizes([1000] * (stages - 1), [1000] * stages)).run()
+    return events, builder.build("completed", 1.0, 1)
+
+
+def test_a_link_serialises_delays_and_keeps_the_order() -> None:
+    link = Link(bandwidth_mbps=8.0, latency_ms=10.0, jitter_ms=0.0, seed="x")  # 1 byte a microsecond
+    assert link.send(0.0, 1000) == pytest.approx(0.011)
+    assert link.send(0.0, 1000) == pytest.approx(0.012)  # behind the first
+    assert link.send(1.0, 1000) == pytest.approx(1.011)
+    jittery = Link(bandwidth_mbps=None, latency_ms=1.0, jitter_ms=5.0, seed="x")
+    arrivals = [jittery.send(i * 1e-4, 10) for i in range(200)]
+    assert arrivals == sorted(arrivals)
+    again = Link(bandwidth_mbps=None, latency_ms=1.0, jitter_ms=5.0, seed="x")
+    assert arrivals == [again.send(i * 1e-4, 10) for i in range(200)]
+
+
+def test_a_ring_costs_what_its_formula_says() -> None:
+    config = Config.from_dict(
+        {
+            "mesh": {"replicas": 4},
+            "links": {"bandwidth_mbps": 8.0, "averaging_latency_ms": 2.0},
+        }
+    )
+    ring = RingLink(config)
+    assert ring.bytes_sent(1000) == 1500
+    assert ring.reduce(0.0, 1000) == pytest.approx(0.0015 + 6 * 0.002)
+    assert ring.reduce(0.0, 1000) == pytest.approx(0.0030 + 6 * 0.002)
+
+
+def test_asynchronous_pipelines_stay_busy_and_flushed_ones_do_not() -> None:
+    compute = {"forward_ms": 1.0, "backward_ms": 2.0, "update_ms": 0.0}
+    common: dict[str, Any] = {
+        "train": {"updates": 60},
+        "mesh": {"stages": 4, "replicas": 1},
+        "compute": compute,
+    }
+    busy = {}
+    for schedule, k in (("async", 1), ("1f1b", 4), ("gpipe", 4)):
+        _, summary = hollow(**common, pipeline={"schedule": schedule, "accumulation": k})
+        busy[schedule] = min(summary["busy_fraction"].values())
+    assert busy["async"] == pytest.approx(1.0)
+    # k microbatches in k + P - 1 slots: (4)/(4 + 3)
+    assert busy["1f1b"] == pytest.approx(4 / 7)
+    assert busy["gpipe"] == pytest.approx(4 / 7)
+
+
+def test_extra_depth_hides_latency() -> None:
+    def busy(depth: int) -> float:
+        _, summary = hollow(
+            train={"updates": 80},
+            mesh={"stages": 2, "replicas": 1},
+            pipeline={"extra_depth": depth},
+            compute={"forward_ms": 1.0, "backward_ms": 2.0, "update_ms": 0.0},
+            links={"latency_ms": 3.0},
+        )
+        return float(min(summary["busy_fraction"].values()))
+
+    # From forward to the end of backward at the first stage: 6 ms of links and 6 ms of computing,
+    # in which each of the 2 + depth microbatches in flight keeps it busy for 3 ms.
+    assert [busy(depth) for depth in (0, 1, 2)] == pytest.approx(
+        [6 / 12, 9 / 12, 1.0], rel=0.01
+    )
+
+
+@pytest.mark.parametrize("delay", [0, 1, 7])
+def test_a_fixed_delay_is_exact(delay: int) -> None:
+    events, summary = hollow(
+        train={"updates": 30},
+        mesh={"stages": 2, "replicas": 3},
+        averaging={"method": "async-ema", "delay": delay},
+        compute={"jitter": 0.5},
+    )
+    merges = [e for e in events if isinstance(e, Merge)]
+    assert {e.delay for e in merges} == {delay}
+    assert len(merges) == 6 * (30 - delay)
+    assert summary["rounds"] == {
+        "completed": 6 * (30 - delay),
+        "skipped": 0,
+        "unmerged": 0,
+        "mean_delay_updates": delay,
+    }
+
+
+def test_an_emergent_delay_follows_the_links() -> None:
+    def mean_delay(latency_ms: float) -> float:
+        _, summary = hollow(
+            train={"updates": 200},
+            mesh={"stages": 1, "replicas": 2},
+            averaging={"delay": "emergent", "fraction": 0.02},
+            compute={"forward_ms": 1.0, "backward_ms": 2.0, "update_ms": 0.0},
+            links={"averaging_latency_ms": latency_ms},
+        )
+        return float(summary["rounds"]["mean_delay_updates"])
+
+    # Two replicas take two hops; an update takes 3 ms; a merge waits for the next boundary.
+    assert mean_delay(0.0) == 1
+    assert mean_delay(15.0) == 10
+    assert mean_delay(16.0) == 11
+
+
+def test_a_slow_replica_never_slows_another_one() -> None:
+    def end_of(replica: int, slowdown: list[float]) -> float:
+        events, _ = hollow(
+            train={"updates": 60},
+            mesh={"stages": 2, "replicas": 2},
+            averaging={"delay": "emergent"},
+            compute={"replica_slowdown": slowdown},
+        )
+        return max(e.end_s for e in events if isinstance(e, Update) and e.replica == replica)
+
+    alone = end_of(0, [1.0, 1.0])
+    assert end_of(0, [1.0, 6.0]) == alone
+    assert end_of(1, [1.0, 6.0]) == pytest.approx(6 * alone)
+
+
+def test_a_synchronous_method_waits_for_the_slowest() -> None:
+    def seconds(method: str) -> float:
+        events, _ = hollow(
+            train={"updates": 40},
+            mesh={"stages": 1, "replicas": 2},
+            averaging={"method": method},
+            compute={"replica_slowdown": [1.0, 4.0]},
+        )
+        return max(e.end_s for e in events if isinstance(e, Update) and e.replica == 0)
+
+    assert seconds("sparta") == pytest.approx(4 * seconds("none"), rel=0.05)
+    assert seconds("allreduce") == pytest.approx(4 * seconds("none"), rel=0.05)
+
+
+def test_bytes_on_both_axes() -> None:
+    config: dict[str, Any] = {
+        "train": {"updates": 40},
+        "mesh": {"stages": 2, "replicas": 2},
+        "pipeline": {"accumulation": 2},
+        "averaging": {"method": "async-delta", "delay": 2, "fraction": 0.05},
+    }
+    events, summary = hollow(**config)
+    for replica in range(2):
+        sent = summary["bytes_sent"][f"stage-0-replica-{replica}"]
+        assert sent["pipeline"] == 80 * 1000
+        # 38 rounds of 5% of 1,000 coordinates, 4 bytes each; two replicas send the payload once.
+        assert sent["data"] == 38 * 50 * 4
+    assert all(e.bytes > 0 for e in events if isinstance(e, Message))
+
+
+def test_hollow_and_numeric_runs_make_the_same_decisions() -> None:
+    values = tiny.settings(
+        train={"updates": 10},
+        mesh={"stages": 3, "replicas": 2},
+        averaging={"method": "async-ema", "delay": 2, "fraction": 0.2},
+        compute={"jitter": 0.3},
+    )
+    result = simulate_modules(
+        tiny.stages(3), tiny.squared_error, tiny.batch, Config.from_dict(values)
+    )
+    decisions, _ = hollow(**values)
+    kinds = (Backward, Merge)
+    assert [e for e in decisions if isinstance(e, kinds)] == [
+        e for e in result.events if isinstance(e, kinds)
+    ]
+
+
+def test_the_wire_can_be_bfloat16_on_both_axes() -> None:
+    values = tiny.settings(
+        averaging={"method": "async-delta", "delay": 1, "fraction": 0.5, "wire_dtype": "bfloat16"},
+        pipeline={"wire_dtype": "bfloat16"},
+    )
+    exact = tiny.settings(averaging={"method": "async-delta", "delay": 1, "fraction": 0.5})
+    rounded, full = (
+        simulate_modules(tiny.stages(2), tiny.squared_error, tiny.batch, Config.from_dict(v))
+        for v in (values, exact)
+    )
+    sent = [r.summary["bytes_sent"]["stage-0-replica-0"] for r in (rounded, full)]
+    assert sent[0]["pipeline"] * 4 == sent[1]["pipeline"]  # float64 otherwise
+    assert sent[0]["data"] * 4 == sent[1]["data"]
+    for name, value in full.weights[0][0].items():
+        difference = (rounded.weights[0][0][name] - value).abs().max()
+        assert 0 < difference < 0.02
