@@ -234,6 +234,8 @@ class Config(Section):
     @property
     def averaging_delay(self) -> int | None:
         """Updates from a snapshot to its merge; None when the links decide."""
+        if self.averaging.method == "none":
+            return 0
         delay = self._of_method("delay")
         return None if delay == "emergent" else int(delay)
 
@@ -245,6 +247,8 @@ class Config(Section):
     @property
     def rounds_in_flight(self) -> int:
         """The most rounds that may be under way at once, the newest included."""
+        if self.averaging.method == "none":
+            return 1
         if self.averaging.max_in_flight is not None:
             return self.averaging.max_in_flight
         if self.averaging_delay is None:
@@ -308,6 +312,8 @@ class Config(Section):
 
     def _check_averaging(self) -> None:
         method, delay = self.averaging.method, self.averaging_delay
+        if method == "none":
+            return  # no rounds, so nothing that could overlap
         if not method.startswith("async-") and delay != 0:
             raise ConfigError(
                 "averaging.delay",

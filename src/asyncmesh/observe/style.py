@@ -144,7 +144,7 @@ def human_count(value: float) -> str:
 
 
 def human_seconds(value: float) -> str:
-    if value < 1:
+    if 0 < value < 1:
         return scaled(value * 1e6, ("µs", "ms", "s"))
     for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
         if value >= 2 * size:

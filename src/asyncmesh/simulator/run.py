@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,21 +67,30 @@ class Job:
     digests: bool = False
 
 
-def run_job(job: Job, sink: Sink, progress: Progress | None = None) -> Result:
+def build_programs(job: Job) -> list[StageProgram]:
+    """The stages' code, which several runs of a job may share (it is compiled only once)."""
+    last = len(job.stages) - 1
+    return [
+        StageProgram(module, job.config, job.device, job.loss if stage == last else None)
+        for stage, module in enumerate(job.stages)
+    ]
+
+
+def run_job(
+    job: Job,
+    sink: Sink,
+    progress: Progress | None = None,
+    programs: Sequence[StageProgram] | None = None,
+) -> Result:
     """Run to the end, or as far as it goes."""
     config = job.config
+    programs = programs or build_programs(job)
     summary, batches = SummaryBuilder(config), CountedBatches(job.batches)
 
     def emit(event: Event) -> None:
         summary(event)
         sink(event)
 
-    programs = [
-        StageProgram(
-            module, config, job.device, job.loss if stage == len(job.stages) - 1 else None
-        )
-        for stage, module in enumerate(job.stages)
-    ]
     engines = [
         [
             Engine(program, config, stage, replica, PipelinePlan.of(config, stage).mean_delay)
@@ -103,12 +113,26 @@ def run_job(job: Job, sink: Sink, progress: Progress | None = None) -> Result:
         digests=job.digests,
     )
     began_s = time.perf_counter()
-    status, error = _run_and_name_the_end(mesh, observer)
+    with _compiler_limits(config):
+        status, error = _run_and_name_the_end(mesh, observer)
     return Result(
         weights=[[engine.named_weights() for engine in row] for row in engines],
         summary=summary.build(status, time.perf_counter() - began_s, batches.tokens),
         error=error,
     )
+
+
+def _compiler_limits(config: Config) -> AbstractContextManager[object]:
+    """Lets torch.compile keep a variant for every stage.
+
+    It counts variants by code object, which all stages share, and silently stops compiling at 8.
+    """
+    if not config.train.compile:
+        return nullcontext()
+    import torch._dynamo.config as compiler  # noqa: PLC0415 - seconds to import, and seldom needed
+
+    limit = max(compiler.recompile_limit, 2 * config.mesh.stages)
+    return compiler.patch(recompile_limit=limit)  # type: ignore[attr-defined, no-any-return]
 
 
 def _run_and_name_the_end(

@@ -1,0 +1,209 @@
+"""The plot of a comparison: loss curves above, final losses as a dot plot below.
+
+Owns what is in view. Invariant: the last part of the curves and the differences at the end are always
+visible; what lies outside (the first steep fall, a case far worse than the others) is cut off above and
+shown as an arrow at the right edge below, with its number.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from asyncmesh.observe import style
+
+_LINE_INCHES = style.TEXT_POINTS * 1.3 / style.POINTS_PER_INCH
+_LABEL_CHARACTERS, _NAME_CHARACTERS, _TITLE_CHARACTERS = 24, 34, 68
+_DASHES = ("-", (0, (5, 2)), (0, (1.2, 1.5)))  # for the second and third round of the colours
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One case. `mean`, `low` and `high` over its runs, at the updates that all of them validated after."""
+
+    name: str
+    updates: list[int]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+    finals: list[float]  # of each run
+    final: float | None  # None: there is none to be proud of
+    verdict: str  # in words: the loss, or that it diverged
+    against_baseline: str = ""
+    is_baseline: bool = False
+
+
+@dataclass(frozen=True)
+class Line:
+    """How a curve is drawn."""
+
+    colour: str
+    dashes: str | tuple[float, tuple[float, ...]] = "-"
+    width: float = 2.0
+
+
+def draw(curves: Sequence[Curve], title: str) -> Figure:
+    """Both panels, or the upper one alone if there is only one case."""
+    lines = _lines(curves)
+    rows = sorted(curves, key=lambda curve: (curve.final is None, curve.final))
+    names = {curve.name: textwrap.fill(curve.name, _NAME_CHARACTERS) for curve in curves}
+    labels = {curve.name: _end_label(curve) for curve in curves}
+    upper = max(3.3, 1.2 * _LINE_INCHES * sum(_lines_of(label) for label in labels.values()))
+    lower = 0.6 + sum(0.14 + _LINE_INCHES * _lines_of(names[curve.name]) for curve in rows)
+    heading = textwrap.fill(title, _TITLE_CHARACTERS)
+    with style.house_style():
+        top = 0.6 + _LINE_INCHES * _lines_of(heading)
+        if len(curves) == 1:
+            figure = style.new_figure(upper + top)
+            _draw_curves(figure.subplots(), curves, lines, labels)
+        else:
+            figure = style.new_figure(upper + lower + top + 0.5)
+            above, below = figure.subplots(2, height_ratios=[upper, lower])
+            _draw_finals(below, rows, lines, names)
+            _draw_curves(above, curves, lines, labels)
+        figure.suptitle(heading, x=0.012, ha="left", fontsize=14, fontweight="bold")
+    return figure
+
+
+def _lines(curves: Sequence[Curve]) -> dict[str, Line]:
+    """The baseline in ink; the others in the colours, and in dashes when these have run out."""
+    others = [curve.name for curve in curves if not curve.is_baseline]
+    lines = {curve.name: Line(style.INK, width=2.6) for curve in curves if curve.is_baseline}
+    for number, name in enumerate(others):
+        turn, colour = divmod(number, len(style.SERIES))
+        lines[name] = Line(style.SERIES[colour], _DASHES[turn % len(_DASHES)])
+    return lines
+
+
+def _end_label(curve: Curve) -> str:
+    return textwrap.fill(f"{curve.name}  {curve.verdict}", _LABEL_CHARACTERS)
+
+
+def _lines_of(text: str) -> int:
+    return text.count("\n") + 1
+
+
+# -- the curves -----------------------------------------------------------------------------------
+def _draw_curves(
+    axes: Axes, curves: Sequence[Curve], lines: dict[str, Line], labels: dict[str, str]
+) -> None:
+    axes.set_title("Validation loss over updates", fontsize=style.TEXT_POINTS)
+    axes.set_xlabel("update")
+    axes.set_ylabel("validation loss (nats per token)")
+    axes.grid(axis="y")
+    drawn = [curve for curve in curves if curve.updates]
+    if not drawn:
+        axes.text(0.02, 0.5, "Nothing was validated.", transform=axes.transAxes)
+        return
+    low, high = curves_in_view(drawn)
+    axes.set_ylim(low, high)
+    axes.set_xlim(0, max(curve.updates[-1] for curve in drawn))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ends = []
+    for curve in drawn:
+        line = lines[curve.name]
+        if len(curve.finals) > 1:
+            axes.fill_between(
+                curve.updates, curve.low, curve.high, color=line.colour, alpha=0.18, linewidth=0
+            )
+        axes.plot(
+            curve.updates,
+            curve.mean,
+            color=line.colour,
+            linestyle=line.dashes,
+            linewidth=line.width,
+            marker="x" if curve.final is None else None,
+            markevery=[-1],
+            zorder=3 if curve.is_baseline else 2,
+        )
+        end = min(curve.mean[-1], high)
+        ends.append(style.EndLabel(curve.updates[-1], end, labels[curve.name], line.colour))
+    style.label_ends(axes, ends)
+
+
+def curves_in_view(curves: Sequence[Curve]) -> tuple[float, float]:
+    """From just below the lowest loss to where half of the cases were after a quarter of their updates."""
+    values = [value for curve in curves for value in curve.low]
+    after_a_quarter = [
+        next(
+            value
+            for update, value in zip(curve.updates, curve.mean, strict=True)
+            if update >= curve.updates[-1] / 4
+        )
+        for curve in curves
+    ]
+    _, worst = finals_in_view([curve.mean[-1] for curve in curves])
+    low, high = min(values), max(median(after_a_quarter), worst)
+    margin = 0.05 * (high - low) or 0.01 * abs(high)
+    return low - margin, high + margin
+
+
+# -- the final losses -----------------------------------------------------------------------------
+def _draw_finals(
+    axes: Axes, rows: Sequence[Curve], lines: dict[str, Line], names: dict[str, str]
+) -> None:
+    axes.set_title("Final validation loss, best first", fontsize=style.TEXT_POINTS)
+    axes.set_xlabel("validation loss (nats per token)")
+    axes.grid(axis="x")
+    places, bottom = [], 0.0  # in lines of text, so that a long name has the room it needs
+    for curve in rows:
+        height = 0.14 / _LINE_INCHES + _lines_of(names[curve.name])
+        places.append(bottom + height / 2)
+        bottom += height
+    axes.set_ylim(bottom, 0.0)
+    axes.set_yticks(places, [names[curve.name] for curve in rows])
+    for tick in axes.get_yticklabels():
+        tick.set_color(style.INK)
+    finals = [final for curve in rows if curve.final is not None for final in curve.finals]
+    if finals:
+        axes.set_xlim(*_widened(*finals_in_view(finals)))
+    else:
+        axes.set_xticks([])
+    for curve, place in zip(rows, places, strict=True):
+        _draw_final(axes, curve, place, lines[curve.name].colour)
+        if curve.is_baseline and curve.final is not None:
+            axes.axvline(curve.final, color=style.INK, linewidth=1.2, linestyle=(0, (4, 3)))
+
+
+def _draw_final(axes: Axes, curve: Curve, place: float, colour: str) -> None:
+    """A dot at the mean, a small one for each run, and the numbers in a column on the right."""
+    told = "   ".join(part for part in (curve.verdict, curve.against_baseline) if part)
+    axes.annotate(
+        told,
+        (1, place),
+        xytext=(10, 0),
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        va="center",
+        annotation_clip=False,
+    )
+    if curve.final is None:
+        return
+    left, right = axes.get_xlim()
+    if curve.final > right:
+        axes.plot(right, place, color=colour, marker=">", markersize=9, clip_on=False)
+        return
+    axes.plot([left, curve.final], [place, place], color=style.RULE, linewidth=1.5, zorder=1)
+    if len(curve.finals) > 1:
+        many = [place] * len(curve.finals)
+        axes.plot(curve.finals, many, color=colour, marker="|", markersize=11, linewidth=2)
+    axes.plot(curve.final, place, color=colour, marker="o", markersize=9)
+
+
+def finals_in_view(finals: Sequence[float]) -> tuple[float, float]:
+    """The best, and the worst that is not five times as far from it as the median is."""
+    best = min(finals)
+    reach = 5 * (median(finals) - best)
+    near = [final for final in finals if final - best <= reach]
+    return best, max(near) if len(near) > 1 else max(finals)
+
+
+def _widened(low: float, high: float) -> tuple[float, float]:
+    margin = 0.06 * (high - low) or 0.01 * abs(high)
+    return low - margin, high + margin
