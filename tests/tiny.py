@@ -36,7 +36,7 @@ def squared_error(output: Tensor, target: Tensor) -> Tensor:
 
 
 def settings(**sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Complete settings (nothing left to a default that two implementations could read otherwise)."""
+    """Complete settings: no default is left that two implementations could read otherwise."""
     base: dict[str, dict[str, Any]] = {
         "train": {"updates": 12},
         "mesh": {"stages": 2, "replicas": 2},

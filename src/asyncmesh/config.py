@@ -3,7 +3,8 @@
 Owns the contract of the configuration files. Invariants: a `Config` that exists obeys every rule
 that can be checked without data or a model; an unknown key is an error that suggests the nearest
 one; `None` means "the default of the chosen method" and is resolved by a property here and nowhere
-else. How values are layered (defaults, preset, file, command line) is `configuration.py`'s business.
+else. How values are layered (defaults, preset, file, command line) is `configuration.py`'s
+business.
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ _AVERAGING_DEFAULTS: dict[str, dict[str, Any]] = {
     "local-sgd": {"fraction": 1.0, "interval": 10, "delay": 0},
     "none": {"fraction": 1.0, "interval": 1, "delay": 0},
 }
+_OUTER_DEFAULTS = {  # (learning rate, momentum) of the agreed value: DiLoCo's own, and measured here
+    "diloco": (0.7, 0.9),
+    "async-momentum": (1.0, 0.5),
+}
 _OPTIMIZER_DEFAULTS: dict[str, dict[str, float]] = {
     "nadamw": {"beta1": 0.95, "beta2": 0.999},
     "adamw": {"beta1": 0.9, "beta2": 0.999},
@@ -89,7 +94,8 @@ class PipelineConfig(Section):
     microbatch_size: Positive = Field(8, description="sequences in a microbatch")
     accumulation: Positive = Field(1, description="k: microbatches averaged into one update")
     extra_depth: NonNegative | list[NonNegative] = Field(
-        0, description="h: more microbatches in flight per downstream edge; one number or one an edge"
+        0,
+        description="h: more microbatches in flight per downstream edge; one number or one an edge",
     )
     order: Literal["strict", "eager"] = Field(
         "strict", description="strict is reproducible; eager follows arrivals, for jittery links"
@@ -108,14 +114,14 @@ class AveragingConfig(Section):
         None, description="rounds that may be under way at once; default: what delay needs"
     )
     correction: Literal["ema", "delta"] = Field(
-        "ema", description="async-momentum: how a replica's own moves are kept at a merge"
+        "delta", description="async-momentum: how a replica's own moves are kept at a merge"
     )
     strength: Share = Field(1.0, description="λ: weight of the correction")
     ema_start: Decay = Field(0.5, description="β of the correction at first")
     ema_end: Decay = Field(0.99, description="β of the correction at the end")
     ema_warmup: Share = Field(1 / 30, description="share of the updates before β starts to rise")
-    outer_learning_rate: Factor = Field(0.5, description="η_o of the agreed value's momentum")
-    outer_momentum: Decay = Field(0.8, description="μ of the agreed value's momentum")
+    outer_learning_rate: Factor | None = Field(None, description="η_o of the agreed value")
+    outer_momentum: Decay | None = Field(None, description="μ of the agreed value's momentum")
     wire_dtype: WireDtype = Field("auto", description="of the averaged coordinates")
 
 
@@ -139,7 +145,8 @@ class OptimizerConfig(Section):
         False, description="extrapolate each step over the stage's mean delay"
     )
     delay_discount: NonNegative = Field(
-        0, description="updates over which a stage's rate rises from η/delay to η (PipeMare); 0: off"
+        0,
+        description="updates over which a stage's rate rises from η/delay to η (PipeMare); 0: off",
     )
 
 
@@ -163,7 +170,8 @@ class DataConfig(Section):
 
 class LinksConfig(Section):
     bandwidth_mbps: Mbps | list[Mbps] | None = Field(
-        None, description="of each pipeline edge and direction; one or one an edge; default: endless"
+        None,
+        description="of each pipeline edge and direction; one or one an edge; default: endless",
     )
     latency_ms: Milliseconds | list[Milliseconds] = Field(0.0, description="one way, an edge")
     jitter_ms: Milliseconds | list[Milliseconds] = Field(
@@ -256,6 +264,16 @@ class Config(Section):
         return max(1, math.ceil(self.averaging_delay / self.averaging_interval))
 
     @property
+    def outer_learning_rate(self) -> float:
+        given, default = self.averaging.outer_learning_rate, _OUTER_DEFAULTS["async-momentum"]
+        return _OUTER_DEFAULTS.get(self.averaging.method, default)[0] if given is None else given
+
+    @property
+    def outer_momentum(self) -> float:
+        given, default = self.averaging.outer_momentum, _OUTER_DEFAULTS["async-momentum"]
+        return _OUTER_DEFAULTS.get(self.averaging.method, default)[1] if given is None else given
+
+    @property
     def beta1(self) -> float:
         given = self.optimizer.beta1
         return _OPTIMIZER_DEFAULTS[self.optimizer.name]["beta1"] if given is None else given
@@ -332,7 +350,8 @@ class Config(Section):
         if delay is None:
             return
         overlapping = max(1, math.ceil(delay / self.averaging_interval))
-        if overlapping > min(self.classes, self.rounds_in_flight):
+        allowed = min(self.classes, self.rounds_in_flight)
+        if overlapping > allowed:
             raise ConfigError(
                 "averaging.delay",
                 delay,
@@ -340,7 +359,7 @@ class Config(Section):
                 f" coordinate may be in one round at a time: a cycle has {self.classes} rounds"
                 f" (averaging.fraction = {self.averaging_fraction:g}) and"
                 f" {self.rounds_in_flight} may be in flight",
-                f"try averaging.interval={math.ceil(delay / min(self.classes, self.rounds_in_flight))}"
+                f"try averaging.interval={math.ceil(delay / allowed)}"
                 f" or averaging.fraction={1 / overlapping:.3g}",
             )
 

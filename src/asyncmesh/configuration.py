@@ -1,7 +1,8 @@
 """Where settings come from: defaults, a preset, a file, the command line, in rising order.
 
-Owns the layering and, for every value, the name of the layer that set it. Invariant: a setting is spelt
-`section.key` everywhere, and a value on the command line is read as TOML, or else as plain text.
+Owns the layering and, for every value, the name of the layer that set it. Invariant: a setting is
+spelt `section.key` everywhere, and a value on the command line is read as TOML, or else as plain
+text.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def read_toml(path: Path) -> Nested:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputFileError(f"{path}: there is no such file; give the path of a TOML file") from None
+        raise InputFileError(
+            f"{path}: there is no such file; give the path of a TOML file"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputFileError(f"{path}: cannot be read ({error}); give a TOML file") from None
     except tomllib.TOMLDecodeError as error:
@@ -131,6 +134,8 @@ def resolved(config: Config) -> dict[str, Any]:
         "averaging.interval": config.averaging_interval,
         "averaging.delay": "emergent" if delay is None else delay,
         "averaging.max_in_flight": config.rounds_in_flight,
+        "averaging.outer_learning_rate": config.outer_learning_rate,
+        "averaging.outer_momentum": config.outer_momentum,
         "optimizer.beta1": config.beta1,
         "optimizer.beta2": config.beta2,
         "optimizer.warmup_updates": config.warmup_updates,

@@ -1,16 +1,16 @@
 """One worker's numbers: forward, backward, update, snapshot, merge.
 
 Owns a stage's weights in all their live versions, its optimiser and its averaging state. It decides
-nothing: `protocol` says what to run, the simulator or the runtime calls. Invariants: a backward uses the
-very buffer its forward used; an update writes a buffer that nobody reads; nothing in here waits for the
-device, so a GPU is never drained by bookkeeping.
+nothing: `protocol` says what to run, the simulator or the runtime calls. Invariants: a backward
+uses the very buffer its forward used; an update writes a buffer that nobody reads; nothing in here
+waits for the device, so a GPU is never drained by bookkeeping.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -36,8 +36,8 @@ class StageProgram:
     """The code of a stage without its numbers: shared by all replicas, and compiled once.
 
     Runs any `nn.Module` on weights that are handed in, through `functional_call`. Swapping `p.data`
-    would be wrong: autograd keeps the parameter itself, and a backward would read whatever version it
-    points to by then.
+    would be wrong: autograd keeps the parameter itself, and a backward would read whatever version
+    it points to by then.
     """
 
     def __init__(
@@ -61,7 +61,8 @@ class StageProgram:
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]
             if name not in trained
         }
-        # What a state dict holds besides trained weights: tables that can be recomputed are not in it.
+        # What a state dict holds besides trained weights: tables that can be recomputed are not in
+        # it.
         self.kept_constants = self._constants.keys() & module.state_dict().keys()
         self._training = copy.deepcopy(module).to("meta").train()
         self._evaluating = copy.deepcopy(self._training).eval()
@@ -84,7 +85,9 @@ class StageProgram:
             return torch.autocast(self.device.type, dtype=torch.bfloat16)
         return nullcontext()
 
-    def _run(self, weights: Tensors, constants: Tensors, x: Tensor, target: Tensor | None) -> Tensor:
+    def _run(
+        self, weights: Tensors, constants: Tensors, x: Tensor, target: Tensor | None
+    ) -> Tensor:
         output = self._call(self._training, weights, constants, x)
         return output if self.loss is None or target is None else self.loss(output, target)
 
@@ -216,7 +219,7 @@ class Engine:
         return lr
 
     def _seed_randomness(self, microbatch: int) -> None:
-        """Makes dropout a function of (seed, stage, replica, microbatch), in any order of events."""
+        """Makes dropout a function of (seed, stage, replica, microbatch), whatever the timing."""
         key = f"{self._seed}/{self.stage}/{self.replica}/{microbatch}".encode()
         seed = int.from_bytes(hashlib.blake2b(key, digest_size=7).digest())
         # Straight to the generator: torch.manual_seed also records a stack trace for CUDA.
@@ -273,7 +276,9 @@ class Engine:
     def digest(self, microbatch: int) -> str:
         """A hash of the weights that a microbatch in flight runs on."""
         flat = self._in_flight[microbatch].version.flat
-        return hashlib.blake2b(flat.cpu().view(torch.uint8).numpy(), digest_size=8).hexdigest()
+        return hashlib.blake2b(
+            flat.cpu().view(torch.uint8).numpy().tobytes(), digest_size=8
+        ).hexdigest()
 
     @property
     def buffer_bytes(self) -> int:
@@ -288,7 +293,7 @@ class Engine:
         return sum(map(_bytes, [*state.values(), *self._sent.values()]))
 
 
-def _aliases(module: nn.Module, trained: Tensors) -> dict[str, str]:
+def _aliases(module: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, str]:
     """Further names of tied parameters, each with the name that the layout knows."""
     first = {id(parameter): name for name, parameter in trained.items()}
     return {

@@ -1,8 +1,8 @@
 """What can go wrong, told in one line.
 
 Owns every exception a user may meet. Invariant: a user's mistake is an `AsyncMeshError` whose text
-names the setting, its value, the rule and a fix; the command line prints that one line and ends with
-`exit_code`. A traceback on the console therefore always means a defect of ours.
+names the setting, its value, the rule and a fix; the command line prints that one line and ends
+with `exit_code`. A traceback on the console therefore always means a defect of ours.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StageError(AsyncMeshError):
 
 
 class DivergedError(AsyncMeshError):
-    """The loss became NaN or infinite. `result` is everything recorded so far (a simulator.Result)."""
+    """The loss became NaN or infinite. `result` is all that was recorded (a simulator.Result)."""
 
     exit_code = 1
     result: Any = None

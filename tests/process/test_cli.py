@@ -10,11 +10,19 @@ from pathlib import Path
 
 import pytest
 
-TINY = (
-    "--train.updates=6 --train.eval_every=3 --train.eval_batches=1 --mesh.stages=2"
-    " --pipeline.microbatch_size=2 --model.layers=2 --model.width=16 --model.heads=2"
-    " --model.context=16 --averaging.delay=2 --train.device=cpu"
-).split()
+TINY = [
+    "--train.updates=6",
+    "--train.eval_every=3",
+    "--train.eval_batches=1",
+    "--train.device=cpu",
+    "--mesh.stages=2",
+    "--pipeline.microbatch_size=2",
+    "--model.layers=2",
+    "--model.width=16",
+    "--model.heads=2",
+    "--model.context=16",
+    "--averaging.delay=2",
+]
 
 
 def asyncmesh(
@@ -157,8 +165,13 @@ def test_a_schedule_as_a_grid(tmp_path: Path) -> None:
 
 def test_hollow_runs_need_no_numbers(tmp_path: Path) -> None:
     done = asyncmesh(
-        "simulate", "--hollow", "--mesh.stages=16", "--mesh.replicas=4", "--model.layers=16",
-        "--train.updates=20", folder=tmp_path,
+        "simulate",
+        "--hollow",
+        "--mesh.stages=16",
+        "--mesh.replicas=4",
+        "--model.layers=16",
+        "--train.updates=20",
+        folder=tmp_path,
     )
     assert done.returncode == 0, done.stderr
     assert "protocol events" in done.stdout
@@ -166,8 +179,15 @@ def test_hollow_runs_need_no_numbers(tmp_path: Path) -> None:
 
 def test_compare_writes_table_figures_and_plot(tmp_path: Path) -> None:
     arguments = (
-        "compare", *TINY, "--over", "averaging.method=none,async-ema", "--seeds=0,1",
-        "--grid", "optimizer.learning_rate=1e-3,2e-3", "--baseline=none", "--output=out",
+        "compare",
+        *TINY,
+        "--over",
+        "averaging.method=none,async-ema",
+        "--seeds=0,1",
+        "--grid",
+        "optimizer.learning_rate=1e-3,2e-3",
+        "--baseline=none",
+        "--output=out",
     )
     done = asyncmesh(*arguments, folder=tmp_path)
     assert done.returncode == 0, done.stderr

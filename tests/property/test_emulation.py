@@ -24,7 +24,12 @@ DENSE_METHODS: dict[str, dict[str, Any]] = {
     "async-ema": {"fraction": 1.0, "delay": 1, "interval": 1},
     "async-momentum": {"fraction": 1.0, "delay": 2, "interval": 2},
 }
-AVERAGING_DEFAULTS = {"outer_learning_rate": 0.7, "outer_momentum": 0.6, "ema_start": 0.4}
+AVERAGING_DEFAULTS = {
+    "outer_learning_rate": 0.7,
+    "outer_momentum": 0.6,
+    "ema_start": 0.4,
+    "correction": "ema",
+}
 
 
 def largest_difference(settings: dict[str, dict[str, Any]], timing: dict[str, Any] | None) -> float:
@@ -107,8 +112,8 @@ def test_a_depth_for_every_edge() -> None:
 
 
 def test_delta_as_the_correction_of_momentum() -> None:
-    averaging = {"method": "async-momentum", "correction": "delta", "strength": 0.8}
-    averaging |= {"fraction": 0.5, "delay": 2, "interval": 1, **AVERAGING_DEFAULTS}
+    averaging = {**AVERAGING_DEFAULTS, "method": "async-momentum", "correction": "delta"}
+    averaging |= {"strength": 0.8, "fraction": 0.5, "delay": 2, "interval": 1}
     assert largest_difference(tiny.settings(averaging=averaging), None) < 1e-9
 
 

@@ -1,4 +1,5 @@
-"""The state machine under any timing: it never deadlocks, and what is promised holds for all of them.
+"""The state machine under any timing: it never deadlocks, and what is promised holds for all of
+them.
 
 The driver here is neither the simulator nor the runtime: it hands the machines of one replica their
 events in an order that Hypothesis chooses.
@@ -38,7 +39,7 @@ from asyncmesh.protocol.worker import Worker
 
 @dataclass
 class Replica:
-    """One replica's machines. `pending[w]`: what may happen next at worker w, per source in order."""
+    """One replica's machines. `pending`: by worker and source, in order, what may happen next."""
 
     machines: Sequence[Worker]
     random: Random
@@ -102,7 +103,9 @@ def configs(draw: st.DrawFn, schedule: str | None = None, order: str = "strict")
             "pipeline": {
                 "schedule": schedule or draw(st.sampled_from(["async", "1f1b", "gpipe"])),
                 "accumulation": draw(st.integers(1, 4)),
-                "extra_depth": draw(st.lists(st.integers(0, 3), min_size=stages - 1, max_size=stages - 1)),
+                "extra_depth": draw(
+                    st.lists(st.integers(0, 3), min_size=stages - 1, max_size=stages - 1)
+                ),
                 "order": order,
             },
             "averaging": averaging,

@@ -10,9 +10,7 @@ import tiny
 from asyncmesh import Config, simulate_modules
 from asyncmesh.observe.events import Backward, Forward
 
-CASES = [
-    (stages, k, h) for stages in (1, 2, 4, 8) for k in sorted({1, 2, stages}) for h in (0, 2)
-]
+CASES = [(stages, k, h) for stages in (1, 2, 4, 8) for k in sorted({1, 2, stages}) for h in (0, 2)]
 
 
 @pytest.mark.parametrize(("stages", "k", "h"), CASES)
@@ -46,9 +44,7 @@ def test_version_and_delay_of_every_microbatch(stages: int, k: int, h: int) -> N
         assert forward.digest is not None
         assert forward.digest == backward.digest
     for stage in range(stages):
-        digests = {
-            (f.version, f.digest) for (s, _), f in forwards.items() if s == stage
-        }
+        digests = {(f.version, f.digest) for (s, _), f in forwards.items() if s == stage}
         assert len({d for _, d in digests}) == len({v for v, _ in digests}) == len(digests)
     measured = result.summary["delays"]
     for stage in range(stages):

@@ -30,7 +30,9 @@ def hollow(**sections: dict[str, Any]) -> tuple[list[Event], dict[str, Any]]:
 
 
 def test_a_link_serialises_delays_and_keeps_the_order() -> None:
-    link = Link(bandwidth_mbps=8.0, latency_ms=10.0, jitter_ms=0.0, seed="x")  # 1 byte a microsecond
+    link = Link(
+        bandwidth_mbps=8.0, latency_ms=10.0, jitter_ms=0.0, seed="x"
+    )  # 1 byte a microsecond
     assert link.send(0.0, 1000) == pytest.approx(0.011)
     assert link.send(0.0, 1000) == pytest.approx(0.012)  # behind the first
     assert link.send(1.0, 1000) == pytest.approx(1.011)
@@ -84,9 +86,7 @@ def test_extra_depth_hides_latency() -> None:
 
     # From forward to the end of backward at the first stage: 6 ms of links and 6 ms of computing,
     # in which each of the 2 + depth microbatches in flight keeps it busy for 3 ms.
-    assert [busy(depth) for depth in (0, 1, 2)] == pytest.approx(
-        [6 / 12, 9 / 12, 1.0], rel=0.01
-    )
+    assert [busy(depth) for depth in (0, 1, 2)] == pytest.approx([6 / 12, 9 / 12, 1.0], rel=0.01)
 
 
 @pytest.mark.parametrize("delay", [0, 1, 7])

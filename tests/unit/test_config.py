@@ -60,9 +60,9 @@ def test_a_mistake_is_one_line_that_names_value_rule_and_fix(
     ],
 )
 def test_an_unknown_key_suggests_the_nearest(name: str, nearest: str) -> None:
-    with pytest.raises(UnknownSettingError, match=f"did you mean {nearest}?"):
+    with pytest.raises(UnknownSettingError, match=nearest):
         collect(None, None, [f"--{name}=1"])
-    with pytest.raises(UnknownSettingError, match=f"did you mean {nearest}?"):
+    with pytest.raises(UnknownSettingError, match=nearest):
         Config.from_dict(nested({name: 1}))
 
 
@@ -96,7 +96,7 @@ def test_values_on_the_command_line_are_toml_or_text(argument: str, value: objec
 
 
 def test_a_setting_without_a_value() -> None:
-    with pytest.raises(ConfigError, match="write --train.updates=VALUE"):
+    with pytest.raises(ConfigError, match=r"write --train.updates=VALUE"):
         parse_assignment("--train.updates")
 
 
@@ -126,7 +126,11 @@ def test_flattened_and_nested_are_inverse() -> None:
 
 def test_defaults_of_the_chosen_method_and_optimiser() -> None:
     diloco = Config.from_dict({"averaging": {"method": "diloco"}})
-    assert (diloco.averaging_fraction, diloco.averaging_interval, diloco.averaging_delay) == (1, 30, 0)
+    assert (diloco.averaging_fraction, diloco.averaging_interval, diloco.averaging_delay) == (
+        1,
+        30,
+        0,
+    )
     assert Config.from_dict({"optimizer": {"name": "sgd"}}).beta1 == 0
     assert Config.from_dict({"optimizer": {"name": "sgd", "beta1": 0.9}}).beta1 == 0.9
     assert Config.from_dict({"averaging": {"fraction": 0.07}}).classes == 15

@@ -49,7 +49,8 @@ def plain_loop(
         optimizer.zero_grad()
         for j in range(accumulation):
             x, target = batch(0, (update - 1) * accumulation + j)
-            (squared_error(module(x), target) / accumulation).backward()
+            loss = squared_error(module(x), target) / accumulation
+            loss.backward()  # type: ignore[no-untyped-call]
         if max_norm:
             nn.utils.clip_grad_norm_(module.parameters(), max_norm)
         optimizer.step()

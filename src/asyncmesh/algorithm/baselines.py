@@ -40,7 +40,7 @@ class AdamW(Optimizer):
 
 
 class SGD(Optimizer):
-    """d = g + λ w;  m ← β1 m + d (m = d at first);  w ← w - η m. Weight decay is L2, not decoupled."""
+    """d = g + λ w;  m ← β1 m + d (m = d at first);  w ← w - η m. The weight decay is L2."""
 
     def __init__(self, like: Tensor, momentum: float, weight_decay: float) -> None:
         super().__init__(weight_decay)

@@ -68,7 +68,7 @@ def make_merge_rule(config: Config, initial: Tensor) -> tuple[Agreement, Correct
     method, a = METHODS[config.averaging.method], config.averaging
     agreement = Agreement()
     if method.agreement == "momentum":
-        agreement = MomentumAgreement(initial, a.outer_learning_rate, a.outer_momentum)
+        agreement = MomentumAgreement(initial, config.outer_learning_rate, config.outer_momentum)
     name = a.correction if method.correction == "configured" else method.correction
     if name == "ema":
         decay = EmaDecay(a.ema_start, a.ema_end, a.ema_warmup, config.train.updates)

@@ -1,13 +1,13 @@
 """What a worker does with the mean of a round: the two halves of a merge.
 
-Owns the data axis' formulas. S is the round's subset, y what this worker sent, a the mean of what all
-sent, d = w[S] - y what this worker has moved since. A merge is
+Owns the data axis' formulas. S is the round's subset, y what this worker sent, a the mean of what
+all sent, d = w[S] - y what this worker has moved since. A merge is
 
     w[S] ← agreement(a) + λ · correction(d)
 
-where the agreement is the value all replicas hold in common, and the correction keeps what this worker
-did meanwhile. Every averaging method is a pair of these (see `METHODS`); the baselines are no
-exceptions. Invariant: all replicas that merged the same rounds hold the same agreement state.
+where the agreement is the value all replicas hold in common, and the correction keeps what this
+worker did meanwhile. Every averaging method is a pair of these (see `METHODS`); the baselines are
+no exceptions. Invariant: all replicas that merged the same rounds hold the same agreement state.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Method:
 METHODS: dict[str, Method] = {
     "none": Method("nothing"),
     "allreduce": Method("gradients"),
-    # Blocking: delay 0. SPARTA is sparse; local SGD is dense and seldom; DiLoCo is that with an outer
-    # Nesterov momentum, which is the momentum of the agreed value with nothing to correct.
+    # Blocking: delay 0. SPARTA is sparse; local SGD is dense and seldom; DiLoCo is that with an
+    # outer Nesterov momentum, which is the momentum of the agreed value with nothing to correct.
     "sparta": Method("weights"),
     "local-sgd": Method("weights"),
     "diloco": Method("weights", agreement="momentum"),
@@ -53,7 +53,7 @@ METHODS: dict[str, Method] = {
 
 @dataclass(frozen=True)
 class EmaDecay:
-    """β(u): `start` for the first `warmup` share of the U updates, then up to `end` on a half cosine.
+    """β(u): `start` for the first `warmup` share of all updates, then to `end` on a half cosine.
 
     β = start + (end - start) · ½ (1 - cos πt),  t = (u - warmup·U) / (U - warmup·U)
     """

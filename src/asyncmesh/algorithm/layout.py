@@ -1,8 +1,9 @@
 """A stage's parameters as one flat vector.
 
-Owns the order of a stage's coordinates: parameters in `named_parameters` order, each row by row, with
-nothing between them. Invariant: `views(flat)` shares storage with `flat`, so that one kernel over the
-flat buffer updates all parameters, and a coordinate's index means the same on every replica.
+Owns the order of a stage's coordinates: parameters in `named_parameters` order, each row by row,
+with nothing between them. Invariant: `views(flat)` shares storage with `flat`, so that one kernel
+over the flat buffer updates all parameters, and a coordinate's index means the same on every
+replica.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """NAdamW: the look-ahead that makes a delayed gradient useful.
 
-Owns the update of the pipeline axis. The momentum term moves the weights on to where they will be when
-the gradient that is now under way arrives; that is Nesterov's point of evaluation (arXiv 2505.01099).
-Invariant: bit for bit torch.optim.NAdam(decoupled_weight_decay=True), on one flat buffer.
+Owns the update of the pipeline axis. The momentum term moves the weights on to where they will be
+when the gradient that is now under way arrives; that is Nesterov's point of evaluation (arXiv
+2505.01099). Invariant: bit for bit torch.optim.NAdam(decoupled_weight_decay=True), on one flat
+buffer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The interface that every optimiser shares, and what can be put around one.
 
-Owns the order of an update. An optimiser turns a gradient g into a displacement -u(g) that is *added
-in place* to a target. That one operation serves both uses without another kernel: added to the decayed
-weights it is an ordinary step; added to zeros it is the displacement itself, which error feedback needs.
+Owns the order of an update. An optimiser turns a gradient g into a displacement -u(g) that is
+*added in place* to a target. That one operation serves both uses without another kernel: added to
+the decayed weights it is an ordinary step; added to zeros it is the displacement itself, which
+error feedback needs.
 
 Invariant: `apply` never writes to `source`; `target` is written completely.
 """
@@ -45,8 +46,8 @@ class Optimizer(ABC):
 class ErrorFeedback(Optimizer):
     """Extrapolates a delayed step by its own trend: w ← w - u(g_t) - δ_s (u(g_t) - u(g_{t-1})).
 
-    δ_s is the stage's mean delay in updates, so a stage without delay takes the plain step. u(g_0) = 0
-    is replaced by u(g_1): the first step has no trend.
+    δ_s is the stage's mean delay in updates, so a stage without delay takes the plain step. The
+    first step has no trend: u(g_0) stands for u(g_1) there.
     """
 
     def __init__(self, inner: Optimizer, mean_delay: float, like: Tensor) -> None:

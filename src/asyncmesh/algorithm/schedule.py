@@ -17,7 +17,7 @@ class LearningRate:
     η (r + (1 - r) · ½ (1 + cos πt)).
 
     A stage of mean delay δ may have its rate discounted (PipeMare, arXiv 1910.05124): it is divided
-    by max(1, δ)^(1 - min(u / U_d, 1)), so that the discount is gone after U_d updates (U_d = 0: none).
+    by max(1, δ)^(1 - min(u / U_d, 1)), so the discount is gone after U_d updates (U_d = 0: none).
     """
 
     peak: float
@@ -37,7 +37,9 @@ class LearningRate:
         if self.schedule == "constant":
             return self.peak
         t = (update - self.warmup_updates) / (self.updates - self.warmup_updates)
-        return self.peak * (self.min_ratio + (1 - self.min_ratio) * 0.5 * (1 + math.cos(math.pi * t)))
+        return self.peak * (
+            self.min_ratio + (1 - self.min_ratio) * 0.5 * (1 + math.cos(math.pi * t))
+        )
 
     def _discount(self, update: int) -> float:
         if not self.discount_updates:

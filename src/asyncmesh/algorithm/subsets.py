@@ -1,20 +1,20 @@
 """Which coordinates a round of averaging covers.
 
 Owns the partition of a stage's N coordinates into K = ceil(1/p) classes, one for each round of a
-cycle, as a pure function of (seed, stage, round). Nothing about it crosses the wire and no permutation
-is stored: a class is computed when it is needed, from integers alone, so that it is the same on every
-machine and device.
+cycle, as a pure function of (seed, stage, round). Nothing about it crosses the wire and no
+permutation is stored: a class is computed when it is needed, from integers alone, so that it is the
+same on every machine and device.
 
-The flat vector is read as rows of K coordinates; every class holds exactly one coordinate of each row.
-A row's K places are turned by an amount drawn once for the row and cut into segments of `b` places;
-the rounds of a cycle walk through the segments, and within a segment the row's order is turned by an
-amount drawn anew for every (row, cycle, segment).
+The flat vector is read as rows of K coordinates; every class holds exactly one coordinate of each
+row. A row's K places are turned by an amount drawn once for the row and cut into segments of `b`
+places; the rounds of a cycle walk through the segments, and within a segment the row's order is
+turned by an amount drawn anew for every (row, cycle, segment).
 
-Invariants: (1) every coordinate is in exactly one class of a cycle; (2) two visits of a coordinate are
-at least K - b + 1 rounds apart. (2) is what redrawing all K classes freely would break: the last class
-of one cycle and the first of the next would share coordinates, and with two rounds in flight corrections
-would be counted twice. With b = K - F + 1, any F consecutive rounds are disjoint and the partition is
-still redrawn as freely as that allows.
+Invariants: (1) every coordinate is in exactly one class of a cycle; (2) two visits of a coordinate
+are at least K - b + 1 rounds apart. (2) is what redrawing all K classes freely would break: the
+last class of one cycle and the first of the next would share coordinates, and with two rounds in
+flight corrections would be counted twice. With b = K - F + 1, any F consecutive rounds are disjoint
+and the partition is still redrawn as freely as that allows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MASK = (1 << 64) - 1
 
 
 def _mix(x: int) -> int:
-    """The splitmix64 finaliser on Python ints: every bit of the result depends on every bit of x."""
+    """The splitmix64 finaliser: every bit of the result depends on every bit of x."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)

@@ -1,8 +1,8 @@
 """Weight versions that cost no copies: a pool of flat buffers and who still reads them.
 
 Owns the buffers of one worker. Version u is the weights after update u. An update writes the next
-version into a buffer that nobody reads, so a version in use is never touched; a buffer is free again
-when its version is neither the newest nor held by a microbatch in flight. Invariant: at most
+version into a buffer that nobody reads, so a version in use is never touched; a buffer is free
+again when its version is neither the newest nor held by a microbatch in flight. Invariant: at most
 (microbatches in flight + 1) buffers exist, because every live version is the newest or is held by a
 microbatch, and the one being written is the only one more.
 """
@@ -21,8 +21,8 @@ from asyncmesh.algorithm.layout import FlatLayout
 class Version:
     """One buffer, the version it holds now, and how many microbatches in flight read it.
 
-    `leaves` are the autograd leaves that a microbatch runs on. They are views of `flat` and are made
-    once for each buffer: whatever version the buffer holds, autograd keeps these very tensors.
+    `leaves` are the autograd leaves that a microbatch runs on. They are views of `flat` and are
+    made once for each buffer: whatever version the buffer holds, autograd keeps these very tensors.
     """
 
     flat: Tensor

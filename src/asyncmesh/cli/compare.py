@@ -1,10 +1,10 @@
 """`compare`: several methods on the same work.
 
-Owns what a comparison consists of (cases × grid × seeds) and the running of it. What is equal is equal by
-construction: all cases start from the same settings, so model, initial weights, data order and number of
-tokens only differ where a case says so. A grid gives every case its own best setting from common choices.
-Invariant: a finished run whose configuration is unchanged is not run again, so a comparison that was
-interrupted goes on where it was.
+Owns what a comparison consists of (cases × grid × seeds) and the running of it. What is equal is
+equal by construction: all cases start from the same settings, so model, initial weights, data order
+and number of tokens only differ where a case says so. A grid gives every case its own best setting
+from common choices. Invariant: a finished run whose configuration is unchanged is not run again, so
+a comparison that was interrupted goes on where it was.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RunTask:
     folder: Path
 
 
-def compare(  # noqa: PLR0913 - options of a command
+def compare(
     settings: Settings = None,
     preset: Preset = None,
     case: Annotated[
@@ -153,7 +153,9 @@ def _plan(
 def _parse_case(text: str) -> tuple[str, Assignments]:
     name, colon, rest = text.partition(":")
     if not colon:
-        raise ConfigError("--case", text, "has no colon", 'write --case "NAME: key=value key=value"')
+        raise ConfigError(
+            "--case", text, "has no colon", 'write --case "NAME: key=value key=value"'
+        )
     return name.strip(), dict(parse_assignment(part) for part in rest.split())
 
 

@@ -1,7 +1,7 @@
 """`asyncmesh`: the commands and how they end.
 
-Owns exit codes: 0 done, 1 a run that diverged, 2 a user's mistake, 130 interrupted. Invariant: a mistake
-is one line on stderr; a traceback is always a defect of ours.
+Owns exit codes: 0 done, 1 a run that diverged, 2 a user's mistake, 130 interrupted. Invariant: a
+mistake is one line on stderr; a traceback is always a defect of ours.
 """
 
 from __future__ import annotations

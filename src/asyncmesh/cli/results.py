@@ -115,7 +115,9 @@ def _figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
         figures.append(("busy fraction", f"{mean:.3f} (lowest worker {min(busy):.3f})"))
     if delays:
         shown = " ".join(f"{delay:.2f}" for delay in delays[:16])
-        figures.append(("mean delay by stage", f"{shown}{' …' if len(delays) > 16 else ''} updates"))
+        figures.append(
+            ("mean delay by stage", f"{shown}{' …' if len(delays) > 16 else ''} updates")
+        )
     if rounds["completed"] or rounds["skipped"]:
         figures.append(
             (

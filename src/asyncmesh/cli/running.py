@@ -1,6 +1,7 @@
 """`train` and `simulate`: one run, from settings to a folder with a report.
 
-Owns the order of a run as a user sees it: settings, data and model, progress, result, where it all lies.
+Owns the order of a run as a user sees it: settings, data and model, progress, result, where it all
+lies.
 """
 
 from __future__ import annotations

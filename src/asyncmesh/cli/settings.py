@@ -1,7 +1,7 @@
 """How commands take settings: `[CONFIG.toml] [--section.key=value ...]`, presets, `--print-config`.
 
-Owns the reading of that part of a command line. Invariant: everything that is not a file is a setting,
-and a setting that does not exist is an error, never ignored.
+Owns the reading of that part of a command line. Invariant: everything that is not a file is a
+setting, and a setting that does not exist is an error, never ignored.
 """
 
 from __future__ import annotations

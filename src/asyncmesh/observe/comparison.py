@@ -1,152 +1,38 @@
-"""Several methods on the same work: what their runs came to, side by side.
+"""Several methods on the same work, side by side: as tables, as a plot, as files.
 
-Owns the figures of a comparison and its files. Invariants: everything is computed from the runs'
-summaries; a case with a run that diverged has no final loss, however well its other runs did; what was
-not measured is None, and neither 0 nor left out.
+Owns what is shown of a comparison and how it is written; `cases.py` has the figures, `curves.py`
+draws them. Invariant: the losses are shown whatever else has to go.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from rich import box
 from rich.cells import cell_len
 from rich.markup import escape
 from rich.table import Table
-from rich import box
 
-from asyncmesh.errors import ConfigError
 from asyncmesh.observe import curves, style
-from asyncmesh.observe.plots import histograms_of
+from asyncmesh.observe.cases import CaseResult, Row, is_number, table
+
+__all__ = [
+    "CaseResult",
+    "markdown_table",
+    "rich_table",
+    "table",
+    "write_comparison",
+    "write_plot",
+]
 
 NONE = "–"
-TERMINAL_WIDTH, NAME_WIDTH, GAP = 100, 24, 2  # in characters; longer names are broken
-
-
-@dataclass(frozen=True)
-class CaseResult:
-    """One case of a comparison: the settings that make it, and the summary of its run for each seed."""
-
-    name: str
-    settings: dict[str, Any]
-    runs: tuple[dict[str, Any], ...]
-
-
-@dataclass(frozen=True)
-class Row:
-    """A case's figures: means over its runs, and half the range of the final losses."""
-
-    case: str
-    runs: int
-    diverged: int
-    interrupted: int
-    final_val_loss: float | None
-    half_range: float | None
-    against_baseline_percent: float | None
-    best_val_loss: float | None
-    chosen: dict[str, Any]
-    mean_delay_updates: float | None
-    tokens_per_second: float | None
-    busy_fraction: float | None
-    data_bytes_per_update: float | None
-    consensus_distance: float | None
-
-
-# -- figures --------------------------------------------------------------------------------------
-def table(cases: Sequence[CaseResult], baseline: str | None) -> list[Row]:
-    """A row for every case, in the order given. `baseline` is the name of a case."""
-    names = [case.name for case in cases]
-    if baseline is not None and baseline not in names:
-        raise ConfigError(
-            "--baseline", baseline, "is not one of the cases", f"choose from {', '.join(names)}"
-        )
-    reference = next((_final(case) for case in cases if case.name == baseline), None)
-    keys = chosen_keys(cases)
-    return [_row(case, reference, keys) for case in cases]
-
-
-def chosen_keys(cases: Sequence[CaseResult]) -> list[str]:
-    """The settings in which cases differ by a number that all of them give: points of a common grid.
-
-    A number that every case has in its name is told already.
-    """
-    first, *others = [case.settings for case in cases] or [{}]
-    return [
-        key
-        for key, value in first.items()
-        if all(_is_number(settings.get(key)) for settings in (first, *others))
-        and any(settings[key] != value for settings in others)
-        and not all(str(case.settings[key]) in case.name for case in cases)
-    ]
-
-
-def _row(case: CaseResult, reference: float | None, keys: Sequence[str]) -> Row:
-    runs, final = case.runs, _final(case)
-    losses = [run["final_val_loss"] for run in runs]
-    several = final is not None and len(runs) > 1
-    against = None
-    if final is not None and reference is not None:
-        against = 100 * (final / reference - 1)
-    return Row(
-        case=case.name,
-        runs=len(runs),
-        diverged=sum(run["status"] == "diverged" for run in runs),
-        interrupted=sum(run["status"] == "interrupted" for run in runs),
-        final_val_loss=final,
-        half_range=(max(losses) - min(losses)) / 2 if several else None,
-        against_baseline_percent=against,
-        best_val_loss=_mean(run["best_val_loss"] for run in runs),
-        chosen={key: case.settings[key] for key in keys},
-        mean_delay_updates=_mean(map(_mean_delay, runs)),
-        tokens_per_second=_mean(run["tokens_per_second"] for run in runs),
-        busy_fraction=_mean(map(_busy, runs)),
-        data_bytes_per_update=_mean(map(_data_bytes_per_update, runs)),
-        consensus_distance=_mean(run["consensus_distance"] for run in runs),
-    )
-
-
-def _final(case: CaseResult) -> float | None:
-    """Mean over the runs; None if one diverged or one has none."""
-    losses = [run["final_val_loss"] for run in case.runs]
-    if any(run["status"] == "diverged" for run in case.runs) or not all(map(_is_number, losses)):
-        return None
-    return _mean(losses)
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None and math.isfinite(value)]
-    return fmean(known) if known else None
-
-
-def _is_number(value: Any) -> bool:
-    is_one = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_one and math.isfinite(value)
-
-
-def _mean_delay(run: dict[str, Any]) -> float | None:
-    """Over all gradients of all stages, in updates."""
-    histograms = histograms_of(run).values()
-    count = sum(sum(histogram.values()) for histogram in histograms)
-    delayed = sum(delay * times for histogram in histograms for delay, times in histogram.items())
-    return delayed / count if count else None
-
-
-def _busy(run: dict[str, Any]) -> float | None:
-    """Over all workers. A run that ended before its steady state has zeros."""
-    shares = run["busy_fraction"].values()
-    return fmean(shares) if any(shares) else None
-
-
-def _data_bytes_per_update(run: dict[str, Any]) -> float | None:
-    """What a replica sent on the data axis, all its stages together, an update."""
-    updates = run["updates"] * run["mesh"]["replicas"]
-    sent: int = sum(of_worker["data"] for of_worker in run["bytes_sent"].values())
-    return sent / updates if updates else None
+TERMINAL_WIDTH, NAME_WIDTH, GAP = 100, 24, 2  # in characters
 
 
 # -- tables ---------------------------------------------------------------------------------------
@@ -182,16 +68,15 @@ def columns(rows: Sequence[Row], baseline: str | None) -> list[Column]:
         Column(key.rpartition(".")[2].replace("_", " "), [f"{row.chosen[key]:g}" for row in rows])
         for key in (rows[0].chosen if rows else {})
     ]
-    against = [_against(row, baseline) for row in rows]
     return [
         Column("final validation loss", [verdict(row) for row in rows], is_loss=True),
-        Column("against baseline", against),
+        Column("against baseline", [_against(row, baseline) for row in rows]),
         told("best validation loss", "best_val_loss", style.human_loss, is_loss=True),
         *grid,
         told("mean delay (updates)", "mean_delay_updates", "{:.2f}".format),
         told("tokens per virtual second", "tokens_per_second", style.human_count),
         told("busy fraction", "busy_fraction", style.percent),
-        told("data axis bytes per update", "data_bytes_per_update", style.human_bytes),
+        told("data axis, per update and replica", "data_bytes_per_update", style.human_bytes),
         told("consensus distance", "consensus_distance", lambda d: f"{100 * d:.2g}%"),
     ]
 
@@ -211,7 +96,9 @@ def _against(row: Row, baseline: str | None) -> str:
     if row.case == baseline:
         return "baseline"
     difference = row.against_baseline_percent
-    return NONE if difference is None else f"{round(difference, 1) + 0.0:+.1f}%"  # no minus before 0.0
+    if difference is None:
+        return NONE
+    return f"{round(difference, 1) + 0.0:+.1f}%"  # the addition makes 0.0 of -0.0
 
 
 def _best(rows: Sequence[Row]) -> str | None:
@@ -240,15 +127,19 @@ def markdown_table(cases: Sequence[CaseResult], baseline: str | None) -> str:
 def rich_table(
     cases: Sequence[CaseResult], baseline: str | None, width: int = TERMINAL_WIDTH
 ) -> Table:
-    """For a terminal so wide: without what is alike in all cases, then without the rightmost columns."""
+    """For a terminal so wide: without what is alike for all, then without the last columns."""
     rows = table(cases, baseline)
     every = columns(rows, baseline)
     shown = [c for c in every if c.is_loss or not (c.is_empty or c.is_alike)]
-    name_width = min(NAME_WIDTH, Column("case", [row.case for row in rows]).width)
-    room = width - name_width - 2  # the box has a blank at either edge
-    while sum(c.width + GAP for c in shown) > room and not all(c.is_loss for c in shown):
-        shown.remove([c for c in shown if not c.is_loss][-1])
-    alike = [f"{c.head} {c.cells[0]}" for c in every if c.is_alike and not (c.is_loss or c.is_empty)]
+    longest = max((cell_len(row.case) for row in rows), default=0)
+    while True:
+        room = width - sum(column.width + GAP for column in shown) - GAP
+        if room >= min(longest, NAME_WIDTH) or all(column.is_loss for column in shown):
+            break
+        shown.remove([column for column in shown if not column.is_loss][-1])
+    alike = [
+        f"{c.head} {c.cells[0]}" for c in every if c.is_alike and not (c.is_loss or c.is_empty)
+    ]
     terminal = Table(
         box=box.SIMPLE_HEAD,
         padding=(0, 0, 0, GAP - 1),
@@ -256,9 +147,9 @@ def rich_table(
         caption=f"the same for all: {', '.join(alike)}" if alike else None,
         caption_justify="left",
     )
-    terminal.add_column("case", min_width=name_width)
+    terminal.add_column("case", width=max(4, min(longest, room)))
     for column in shown:
-        terminal.add_column(column.head, justify="right", min_width=column.width)
+        terminal.add_column(column.head, justify="right", width=column.width)
     best = _best(rows)
     for row, cells in zip(rows, zip(*(column.cells for column in shown), strict=True), strict=True):
         terminal.add_row(escape(row.case), *cells, style="bold" if row.case == best else None)
@@ -283,7 +174,7 @@ def write_plot(
 
 def _curve(case: CaseResult, row: Row, baseline: str | None) -> curves.Curve:
     runs = [
-        {point["update"]: point["loss"] for point in run["val_curve"] if _is_number(point["loss"])}
+        {point["update"]: point["loss"] for point in run["val_curve"] if is_number(point["loss"])}
         for run in case.runs
     ]
     updates = sorted(set.intersection(*map(set, runs))) if runs else []
@@ -294,7 +185,7 @@ def _curve(case: CaseResult, row: Row, baseline: str | None) -> curves.Curve:
         mean=[fmean(of_runs) for of_runs in losses],
         low=[min(of_runs) for of_runs in losses],
         high=[max(of_runs) for of_runs in losses],
-        finals=[run["final_val_loss"] for run in case.runs if _is_number(run["final_val_loss"])],
+        finals=[run["final_val_loss"] for run in case.runs if is_number(run["final_val_loss"])],
         final=row.final_val_loss,
         verdict=verdict(row),
         against_baseline=_against(row, baseline).replace(NONE, ""),
@@ -310,7 +201,9 @@ def write_comparison(
     notes = "Losses are validation losses in nats per token; tokens per second are in virtual time."
     if any(len(case.runs) > 1 for case in cases):
         notes += " Every figure is the mean over the seeds, ± half their range."
-    text = f"# {title}\n\n{markdown_table(cases, baseline)}\n{notes}\n\n![{title}](comparison.svg)\n"
+    text = (
+        f"# {title}\n\n{markdown_table(cases, baseline)}\n{notes}\n\n![{title}](comparison.svg)\n"
+    )
     (folder / "table.md").write_text(text, encoding="utf-8")
     figures = [
         asdict(row)

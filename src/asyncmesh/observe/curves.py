@@ -1,8 +1,8 @@
 """The plot of a comparison: loss curves above, final losses as a dot plot below.
 
-Owns what is in view. Invariant: the last part of the curves and the differences at the end are always
-visible; what lies outside (the first steep fall, a case far worse than the others) is cut off above and
-shown as an arrow at the right edge below, with its number.
+Owns what is in view. Invariant: the last part of the curves and the differences at the end are
+always visible; what lies outside (the first steep fall, a case far worse than the others) is cut
+off above and shown as an arrow at the right edge below, with its number.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import median
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -18,14 +18,15 @@ from matplotlib.ticker import MaxNLocator
 
 from asyncmesh.observe import style
 
-_LINE_INCHES = style.TEXT_POINTS * 1.3 / style.POINTS_PER_INCH
+_LINE_INCHES = style.TEXT_POINTS * style.LINE_HEIGHT / style.POINTS_PER_INCH
+_GAP_INCHES = 0.12  # between two rows
 _LABEL_CHARACTERS, _NAME_CHARACTERS, _TITLE_CHARACTERS = 24, 34, 68
 _DASHES = ("-", (0, (5, 2)), (0, (1.2, 1.5)))  # for the second and third round of the colours
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One case. `mean`, `low` and `high` over its runs, at the updates that all of them validated after."""
+    """One case. `mean`, `low` and `high` over its runs, at the updates that all of them reached."""
 
     name: str
     updates: list[int]
@@ -51,24 +52,44 @@ class Line:
 def draw(curves: Sequence[Curve], title: str) -> Figure:
     """Both panels, or the upper one alone if there is only one case."""
     lines = _lines(curves)
-    rows = sorted(curves, key=lambda curve: (curve.final is None, curve.final))
+    rows = sorted(curves, key=lambda curve: (curve.final is None, curve.final or 0.0))
     names = {curve.name: textwrap.fill(curve.name, _NAME_CHARACTERS) for curve in curves}
-    labels = {curve.name: _end_label(curve) for curve in curves}
-    upper = max(3.3, 1.2 * _LINE_INCHES * sum(_lines_of(label) for label in labels.values()))
-    lower = 0.6 + sum(0.14 + _LINE_INCHES * _lines_of(names[curve.name]) for curve in rows)
+    labels = short_names([curve.name for curve in curves])
+    upper = max(3.6, 0.9 + _LINE_INCHES * sum(_lines_of(label) for label in labels.values()))
+    lower = 0.9 + sum(_GAP_INCHES + _LINE_INCHES * _lines_of(name) for name in names.values())
     heading = textwrap.fill(title, _TITLE_CHARACTERS)
+    top = 0.2 + 1.3 * _LINE_INCHES * _lines_of(heading)
+    height = top + upper + (lower if len(curves) > 1 else 0.0)
     with style.house_style():
-        top = 0.6 + _LINE_INCHES * _lines_of(heading)
+        figure = style.new_figure(height)  # the title comes first: labels need the final layout
+        figure.suptitle(heading, x=0.012, ha="left", fontsize=14, fontweight="bold")
         if len(curves) == 1:
-            figure = style.new_figure(upper + top)
             _draw_curves(figure.subplots(), curves, lines, labels)
         else:
-            figure = style.new_figure(upper + lower + top + 0.5)
-            above, below = figure.subplots(2, height_ratios=[upper, lower])
-            _draw_finals(below, rows, lines, names)
-            _draw_curves(above, curves, lines, labels)
-        figure.suptitle(heading, x=0.012, ha="left", fontsize=14, fontweight="bold")
+            panels = figure.add_gridspec(2, height_ratios=[upper, lower])
+            _draw_curves(figure.add_subfigure(panels[0]).subplots(), curves, lines, labels)
+            _draw_finals(figure.add_subfigure(panels[1]).subplots(), rows, lines, names)
     return figure
+
+
+def short_names(names: Sequence[str]) -> dict[str, str]:
+    """Names for the ends of lines: if long, without the words that all begin or end with."""
+    words = [name.split() for name in names]
+    first, last = 0, 0
+    if len(names) > 1 and max(map(len, names)) > _LABEL_CHARACTERS:
+        spare = min(map(len, words)) - 1  # a word remains of every name
+        while first < spare and len({of_name[first] for of_name in words}) == 1:
+            first += 1
+        while last < spare - first and len({of_name[-1 - last] for of_name in words}) == 1:
+            last += 1
+    shortened = [
+        " ".join(["…"] * bool(first) + of_name[first : len(of_name) - last] + ["…"] * bool(last))
+        for of_name in words
+    ]
+    return {
+        name: textwrap.fill(short, _LABEL_CHARACTERS)
+        for name, short in zip(names, shortened, strict=True)
+    }
 
 
 def _lines(curves: Sequence[Curve]) -> dict[str, Line]:
@@ -81,10 +102,6 @@ def _lines(curves: Sequence[Curve]) -> dict[str, Line]:
     return lines
 
 
-def _end_label(curve: Curve) -> str:
-    return textwrap.fill(f"{curve.name}  {curve.verdict}", _LABEL_CHARACTERS)
-
-
 def _lines_of(text: str) -> int:
     return text.count("\n") + 1
 
@@ -94,13 +111,14 @@ def _draw_curves(
     axes: Axes, curves: Sequence[Curve], lines: dict[str, Line], labels: dict[str, str]
 ) -> None:
     axes.set_title("Validation loss over updates", fontsize=style.TEXT_POINTS)
+    drawn = [curve for curve in curves if curve.updates]
+    if not drawn:
+        axes.set_axis_off()
+        axes.text(0.0, 0.5, "Nothing was validated.", color=style.MUTED, transform=axes.transAxes)
+        return
     axes.set_xlabel("update")
     axes.set_ylabel("validation loss (nats per token)")
     axes.grid(axis="y")
-    drawn = [curve for curve in curves if curve.updates]
-    if not drawn:
-        axes.text(0.02, 0.5, "Nothing was validated.", transform=axes.transAxes)
-        return
     low, high = curves_in_view(drawn)
     axes.set_ylim(low, high)
     axes.set_xlim(0, max(curve.updates[-1] for curve in drawn))
@@ -128,7 +146,7 @@ def _draw_curves(
 
 
 def curves_in_view(curves: Sequence[Curve]) -> tuple[float, float]:
-    """From just below the lowest loss to where half of the cases were after a quarter of their updates."""
+    """From below the lowest loss to where half of the cases were after a quarter of the way."""
     values = [value for curve in curves for value in curve.low]
     after_a_quarter = [
         next(
@@ -149,11 +167,10 @@ def _draw_finals(
     axes: Axes, rows: Sequence[Curve], lines: dict[str, Line], names: dict[str, str]
 ) -> None:
     axes.set_title("Final validation loss, best first", fontsize=style.TEXT_POINTS)
-    axes.set_xlabel("validation loss (nats per token)")
     axes.grid(axis="x")
     places, bottom = [], 0.0  # in lines of text, so that a long name has the room it needs
     for curve in rows:
-        height = 0.14 / _LINE_INCHES + _lines_of(names[curve.name])
+        height = _GAP_INCHES / _LINE_INCHES + _lines_of(names[curve.name])
         places.append(bottom + height / 2)
         bottom += height
     axes.set_ylim(bottom, 0.0)
@@ -163,26 +180,30 @@ def _draw_finals(
     finals = [final for curve in rows if curve.final is not None for final in curve.finals]
     if finals:
         axes.set_xlim(*_widened(*finals_in_view(finals)))
+        axes.set_xlabel("validation loss (nats per token)")
     else:
+        axes.spines["bottom"].set_visible(False)
         axes.set_xticks([])
+    has_baseline = any(curve.is_baseline for curve in rows)
     for curve, place in zip(rows, places, strict=True):
-        _draw_final(axes, curve, place, lines[curve.name].colour)
+        _draw_final(axes, curve, place, lines[curve.name].colour, has_baseline)
         if curve.is_baseline and curve.final is not None:
             axes.axvline(curve.final, color=style.INK, linewidth=1.2, linestyle=(0, (4, 3)))
 
 
-def _draw_final(axes: Axes, curve: Curve, place: float, colour: str) -> None:
+def _draw_final(axes: Axes, curve: Curve, place: float, colour: str, has_baseline: bool) -> None:
     """A dot at the mean, a small one for each run, and the numbers in a column on the right."""
-    told = "   ".join(part for part in (curve.verdict, curve.against_baseline) if part)
-    axes.annotate(
-        told,
-        (1, place),
-        xytext=(10, 0),
-        xycoords=("axes fraction", "data"),
-        textcoords="offset points",
-        va="center",
-        annotation_clip=False,
-    )
+    notes = [(curve.against_baseline, 10.0), (curve.verdict, 70.0)]
+    for text, offset in notes if has_baseline else [(curve.verdict, 10.0)]:
+        axes.annotate(
+            text,
+            (1, place),
+            xytext=(offset, 0),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            va="center",
+            annotation_clip=False,
+        )
     if curve.final is None:
         return
     left, right = axes.get_xlim()

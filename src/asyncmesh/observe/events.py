@@ -67,7 +67,7 @@ class Snapshot(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """A round's mean was merged at the boundary after `update`, `delay` updates after its snapshot."""
+    """A round's mean was merged after `update`, `delay` updates after its snapshot."""
 
     time_s: float
     stage: int
@@ -132,9 +132,7 @@ class Memory(NamedTuple):
     averaging_bytes: int
 
 
-Event = (
-    Forward | Backward | Update | Snapshot | Merge | Skip | Message | Loss | Evaluation | Memory
-)
+Event = Forward | Backward | Update | Snapshot | Merge | Skip | Message | Loss | Evaluation | Memory
 Sink = Callable[[Event], None]
 
 KINDS: dict[str, type[Any]] = {

@@ -1,7 +1,7 @@
 """A run's folder: who writes what into it, and when.
 
-Owns the names of the files. Invariant: everything is written as it happens, so a run that diverges or is
-interrupted leaves all it had recorded; `summary.json` is written last.
+Owns the names of the files. Invariant: everything is written as it happens, so a run that diverges
+or is interrupted leaves all it had recorded; `summary.json` is written last.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RunFolder:
 
 
 class Metrics:
-    """A sink: one line a validation, and one an update with the mean training loss of all replicas."""
+    """A sink: a line a validation, and a line an update with the replicas' mean training loss."""
 
     def __init__(self, path: Path, config: Config) -> None:
         self._file = path.open("w", encoding="utf-8")

@@ -1,8 +1,8 @@
 """The plots of one run's summary.
 
 Owns what each of them shows and how; the looks are `style.py`'s, the timeline is `timeline.py`'s.
-Invariant: what a run does not have (validation, peers, a steady state) gives a plot that says so, never
-an error.
+Invariant: what a run does not have (validation, peers, a steady state) gives a plot that says so,
+never an error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A run's `report.html`: one page that needs nothing but itself.
 
-Owns what is said about a run, and in which order. Invariant: everything on the page comes from the run's
-folder (config.toml, events/, summary.json), so it can be written again at any time; nothing in it is
-fetched or executed, and text from the folder is escaped.
+Owns what is said about a run, and in which order. Invariant: everything on the page comes from the
+run's folder (config.toml, events/, summary.json), so it can be written again at any time; nothing
+in it is fetched or executed, and text from the folder is escaped.
 """
 
 from __future__ import annotations
@@ -27,11 +27,26 @@ from asyncmesh.observe.timeline import MICROBATCHES_SHOWN, Window, read_window, 
 Summary = Mapping[str, Any]
 
 NONE = "–"
-_NEEDED = (
-    "status mesh method seed updates tokens final_val_loss best_val_loss val_curve train_curve"
-    " wall_seconds tokens_per_second busy_fraction bytes_sent delays rounds consensus_distance"
-    " environment"
-).split()
+_NEEDED = [
+    "status",
+    "mesh",
+    "method",
+    "seed",
+    "updates",
+    "tokens",
+    "final_val_loss",
+    "best_val_loss",
+    "val_curve",
+    "train_curve",
+    "wall_seconds",
+    "tokens_per_second",
+    "busy_fraction",
+    "bytes_sent",
+    "delays",
+    "rounds",
+    "consensus_distance",
+    "environment",
+]
 
 
 _MEMORY_KEYS = ("buffers", "buffer_bytes", "optimizer_bytes", "averaging_bytes")
@@ -85,7 +100,7 @@ def write_report(run_folder: Path) -> Path:
         plots=list(_plots(summary, window)),
         memory=memory_rows(summary.get("memory", {})),
         settings=settings_rows(config),
-        machine=[Row((key, str(value))) for key, value in summary["environment"].items()],
+        machine=[Row((key, _told(value))) for key, value in summary["environment"].items()],
         light=style.LIGHT,
         dark=style.DARK,
     )
@@ -126,7 +141,7 @@ def headline(summary: Summary) -> list[Headline]:
         Headline("tokens", style.human_count(summary["tokens"]), f"{summary['updates']:,} updates"),
         Headline(
             "virtual time" if is_virtual else "time",
-            style.human_seconds(virtual_s if is_virtual else summary["wall_seconds"]),
+            style.human_seconds(summary["wall_seconds"] if virtual_s is None else virtual_s),
             f"simulated in {style.human_seconds(summary['wall_seconds'])}" if is_virtual else "",
         ),
         Headline(
@@ -142,7 +157,10 @@ def headline(summary: Summary) -> list[Headline]:
             "rounds merged",
             f"{rounds['completed']:,}",
             f"by all workers together; {rounds['skipped']:,} skipped"
-            + (f"; mean delay {rounds['mean_delay_updates']:.1f} updates" * bool(rounds["completed"])),
+            + (
+                f"; mean delay {rounds['mean_delay_updates']:.1f} updates"
+                * bool(rounds["completed"])
+            ),
         ),
         Headline(
             "consensus distance",
@@ -205,13 +223,13 @@ def _plots(summary: Summary, window: Window | None) -> Iterable[Plot]:
 
 
 def _plot(name: str, figure: Figure, caption: str) -> Plot:
-    return Plot(Markup(style.svg(figure, name, caption)), caption)  # noqa: S704 - made by us
+    return Plot(Markup(style.svg(figure, name, caption)), caption)
 
 
 # -- tables ---------------------------------------------------------------------------------------
 def memory_rows(memory: Mapping[str, Mapping[str, int]]) -> list[Row]:
-    """stage | replicas | buffers × bytes | weights | optimiser | averaging | sum; equal replicas in one."""
-    alike: dict[tuple[int, int, int, int, int], list[int]] = {}
+    """stage | replicas that are alike | buffers × bytes | weights | optimiser | averaging | sum"""
+    alike: dict[tuple[int, ...], list[int]] = {}
     for worker, of_worker in sorted((plots.worker_of(name), use) for name, use in memory.items()):
         use = [of_worker[key] for key in _MEMORY_KEYS]
         alike.setdefault((worker.stage, *use), []).append(worker.replica)
@@ -233,7 +251,7 @@ def memory_rows(memory: Mapping[str, Mapping[str, int]]) -> list[Row]:
 
 
 def settings_rows(config: Config) -> list[Row]:
-    """setting | value | meaning; marked where the value is not the default of the chosen methods."""
+    """setting | value | meaning; marked where it is not the default of the chosen methods."""
     values = resolved(config)
     alike = Config.from_dict(nested({name: values[name] for name in _CHOICES}))
     defaults = resolved(alike) | {name: default_of(name) for name in _CHOICES}
@@ -251,4 +269,6 @@ def _told(value: Any) -> str:
     """As in TOML, but without digits that only a computer would miss."""
     if isinstance(value, float):
         return f"{value:.6g}"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return NONE if value is None else str(value)

@@ -1,8 +1,8 @@
 """How every figure and page looks: colours, type, numbers as people read them.
 
-Owns the house style and the way from a figure to SVG or PNG. Invariants: no figure touches pyplot or
-leaves matplotlib's settings changed; the same figure gives the same bytes; a colour that is drawn is one
-of `LIGHT`, so a page can exchange it for its counterpart in `DARK`.
+Owns the house style and the way from a figure to SVG or PNG. Invariants: no figure touches pyplot
+or leaves matplotlib's settings changed; the same figure gives the same bytes; a colour that is
+drawn is one of `LIGHT`, so a page can exchange it for its counterpart in `DARK`.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ DARK = LIGHT | {
 INK, MUTED, RULE, PAPER = (LIGHT[name] for name in ("ink", "muted", "rule", "paper"))
 BLUE, ORANGE, GREEN, SKY = (LIGHT[name] for name in ("blue", "orange", "green", "sky"))
 VERMILION = LIGHT["vermilion"]
-SERIES = [
-    LIGHT[name] for name in ("blue", "vermilion", "green", "purple", "orange", "sky", "wine")
-]
+SERIES = [LIGHT[name] for name in ("blue", "vermilion", "green", "purple", "orange", "sky", "wine")]
 ON_COLOUR = "#101820"  # text on a coloured box: dark on any page, so it has no counterpart
 
 WIDTH_INCHES = 8.0
 POINTS_PER_INCH = 72.0
 TEXT_POINTS = 11.0
 SMALL_POINTS = 9.5
+LINE_HEIGHT = 1.35  # of a line of text, relative to its size
+LEADER_POINTS = 24.0  # from the end of a line to its label
 
-_SETTINGS: dict[str, Any] = {
+_SETTINGS: Any = {  # of a type with hundreds of literal keys
     "font.family": ["DejaVu Sans"],  # comes with matplotlib: the same everywhere
     "font.size": TEXT_POINTS,
     "text.color": INK,
@@ -101,7 +101,7 @@ def new_figure(height_inches: float) -> Figure:
 
 
 def svg(figure: Figure, name: str, description: str) -> str:
-    """A figure for a page: its colours are the page's, its name keeps its ids apart from others'."""
+    """A figure for a page: its colours are the page's, its name keeps its ids apart."""
     buffer = io.StringIO()
     with mpl.rc_context({**_SETTINGS, "svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", transparent=True, metadata=_NO_METADATA)
@@ -127,7 +127,7 @@ def _escaped(text: str) -> str:
 
 # -- numbers --------------------------------------------------------------------------------------
 def scaled(value: float, units: Sequence[str]) -> str:
-    """Three significant digits and the largest of `units` (each 1000 of the one before) that fits."""
+    """Three significant digits, in the largest of `units` (steps of 1000) that fits."""
     step = 0
     while abs(value) >= 999.5 and step < len(units) - 1:
         value, step = value / 1000, step + 1
@@ -170,21 +170,31 @@ class EndLabel:
 
 
 def label_ends(axes: Axes, labels: Sequence[EndLabel], size: float = TEXT_POINTS) -> None:
-    """Write each label right of its point, moved up or down just as far as none covers another."""
+    """Write each label right of its point, moved up or down just as far as none covers another.
+
+    In ink, because not every colour of a line makes a readable text: a leader says whose it is.
+    """
     figure = axes.get_figure(root=True)
     assert isinstance(figure, Figure)  # axes of ours always lie in one
     notes = [
         axes.annotate(
             label.text,
             (label.x, label.y),
-            xytext=(10.0, 0.0),
+            xytext=(LEADER_POINTS, 0.0),
             textcoords="offset points",
-            color=label.colour,
             fontsize=size,
             va="center",
             annotation_clip=False,
             linespacing=1.05,
-            arrowprops={"arrowstyle": "-", "color": label.colour, "linewidth": 0.7, "shrinkA": 1},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": label.colour,
+                "linewidth": 1.6,
+                "relpos": (0.0, 0.5),  # to the middle of the label's left edge
+                "patchA": None,  # or it would end at a margin around the label, beside the middle
+                "shrinkA": 4.0,
+                "shrinkB": 0.0,
+            },
         )
         for label in labels
     ]
@@ -195,18 +205,18 @@ def label_ends(axes: Axes, labels: Sequence[EndLabel], size: float = TEXT_POINTS
         float(axes.transData.transform((label.x, label.y))[1] - frame.y0) * points_per_pixel
         for label in labels
     ]
-    heights = [size * 1.25 * (label.text.count("\n") + 1) for label in labels]
+    heights = [size * LINE_HEIGHT * (label.text.count("\n") + 1) for label in labels]
     for note, place, moved in zip(
         notes, wanted, spread(wanted, heights, frame.height * points_per_pixel), strict=True
     ):
-        note.set_position((10.0, moved - place))
+        note.set_position((LEADER_POINTS, moved - place))
 
 
 def spread(wanted: Sequence[float], heights: Sequence[float], room: float) -> list[float]:
     """Centres as near to `wanted` as boxes of these heights can be, in order and within `room`.
 
-    The least-squares answer: boxes that touch form a block, a block sits at the mean of what its boxes
-    want, and blocks that would overlap become one.
+    The least-squares answer: boxes that touch form a block, a block sits at the mean of what its
+    boxes want, and blocks that would overlap become one.
     """
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
     stacked, offsets = 0.0, []

@@ -113,14 +113,12 @@ class SummaryBuilder:
         histogram[event.delay] += 1
         if event.stage == 0:
             self._microbatches += 1
-        if event.end_s > self._now_s:
-            self._now_s = event.end_s
+        self._now_s = max(self._now_s, event.end_s)
 
     def _on_update(self, event: Update) -> None:
         self._worker(event.stage, event.replica).update(event)
         self._updates[event.stage, event.replica] = event.update
-        if event.end_s > self._now_s:
-            self._now_s = event.end_s
+        self._now_s = max(self._now_s, event.end_s)
 
     def _on_message(self, event: Message) -> None:
         key = (event.stage, event.replica, event.axis)
@@ -136,9 +134,7 @@ class SummaryBuilder:
         self._merged[0] += 1
         self._merged[1] += event.delay
 
-    def build(
-        self, status: str, wall_seconds: float, tokens_per_microbatch: int
-    ) -> dict[str, Any]:
+    def build(self, status: str, wall_seconds: float, tokens_per_microbatch: int) -> dict[str, Any]:
         """The content of `summary.json`."""
         config, curve = self._config, self._curve
         tokens = self._microbatches * tokens_per_microbatch

@@ -1,8 +1,8 @@
 """The timeline: what each worker computed when, in a short time about the middle of a run.
 
-Owns which part of a run is shown and how it is read. Invariant: no more of an events file is parsed than
-the part that is shown, and none of it is read beyond that part; a worker's computations are in its file
-in the order of their time, because it does one after the other.
+Owns which part of a run is shown and how it is read. Invariant: no more of an events file is parsed
+than the part that is shown, and none of it is read beyond that part; a worker's computations are in
+its file in the order of their time, because it does one after the other.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ KINDS: dict[type[Any], tuple[str, str]] = {
     Update: ("update", style.GREEN),
 }
 
-_TIMES = re.compile(r'"start_s": ([^,]+), "end_s": ([^,}]+)')
+_NUMBER = r"(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?)"
+_TIMES = re.compile(rf'"start_s": {_NUMBER}, "end_s": {_NUMBER}[,}}]')
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -50,7 +51,7 @@ class Window:
 
 
 def read_window(folder: Path, workers: Iterable[Worker], microbatches: int) -> Window | None:
-    """The middle of a run whose replicas did so many microbatches each; None if nothing is recorded."""
+    """The middle of a run of so many microbatches a replica; None if nothing is recorded."""
     replicas: dict[int, list[Worker]] = {}
     for worker in sorted(workers):
         if _file_of(folder, worker).is_file():
@@ -59,7 +60,9 @@ def read_window(folder: Path, workers: Iterable[Worker], microbatches: int) -> W
         return None
     first = replicas[min(replicas)]
     whole_replicas = max(1, MOST_ROWS // len(first))
-    shown = [worker for replica in sorted(replicas)[:whole_replicas] for worker in replicas[replica]]
+    shown = [
+        worker for replica in sorted(replicas)[:whole_replicas] for worker in replicas[replica]
+    ]
     from_s, to_s = _about_the_middle(_file_of(folder, first[0]), microbatches)
     spans = [
         span for worker in shown for span in _read_spans(_file_of(folder, worker), from_s, to_s)
@@ -76,7 +79,7 @@ def _about_the_middle(path: Path, microbatches: int) -> tuple[float, float]:
     begin = max(0, microbatches // 2 - MICROBATCHES_SHOWN // 2)
     end = begin + MICROBATCHES_SHOWN
     from_s, to_s = 0.0, 0.0
-    with path.open() as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             times = _TIMES.search(line)
             if times is None:
@@ -91,7 +94,7 @@ def _about_the_middle(path: Path, microbatches: int) -> tuple[float, float]:
 
 
 def _read_spans(path: Path, from_s: float, to_s: float) -> Iterator[Event]:
-    with path.open() as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             times = _TIMES.search(line)
             if times is None or float(times[2]) < from_s:
@@ -178,7 +181,9 @@ def _draw_spans(
     """Boxes in the colour of their kind, with the microbatch's number where it fits."""
     left, right = axes.get_xlim()
     figure_dpi = axes.get_figure(root=True).dpi  # type: ignore[union-attr]
-    unit_points = axes.get_window_extent().width / figure_dpi * style.POINTS_PER_INCH / (right - left)
+    unit_points = (
+        axes.get_window_extent().width / figure_dpi * style.POINTS_PER_INCH / (right - left)
+    )
     boxes: dict[str, list[Rectangle]] = {}
     for span in spans:
         start, end = ((moment - from_s) / unit_s for moment in (span.start_s, span.end_s))

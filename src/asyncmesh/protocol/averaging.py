@@ -3,12 +3,13 @@
 Owns the order of events at an update's boundary: merges first, oldest round first, then at most one
 snapshot. Invariants: a round's coordinates are in no other round in flight, because a round starts
 only if the oldest one still in flight is fewer than F rounds back and any F consecutive rounds are
-disjoint (`algorithm.subsets`); a merge comes after an update and before any forward sees its version.
+disjoint (`algorithm.subsets`); a merge comes after an update and before any forward sees its
+version.
 
-A fixed delay of D updates means exactly that: the round is merged at the boundary D updates after its
-snapshot, and if the mean has not arrived by then, the worker waits. D = 0 is the blocking case (SPARTA,
-local SGD, DiLoCo). With an emergent delay nothing ever waits: a round merges at the first boundary that
-finds its mean.
+A fixed delay of D updates means exactly that: the round is merged at the boundary D updates after
+its snapshot, and if the mean has not arrived by then, the worker waits. D = 0 is the blocking case
+(SPARTA, local SGD, DiLoCo). With an emergent delay nothing ever waits: a round merges at the first
+boundary that finds its mean.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ now being made. Then
     eager order:   backward if its input is there, else forward if it may and its input is there.
 
 With c = 1 + Σ (1 + h) over the downstream edges and no flush, the strict order is asynchronous 1F1B
-(c - 1 forwards, then one forward, one backward, in turn); with a flush and c = P - s it is 1F1B; with
-a flush and c = k it is GPipe.
+(c - 1 forwards, then one forward, one backward, in turn); with a flush and c = P - s it is 1F1B;
+with a flush and c = k it is GPipe.
 
-Invariant: the strict order is a fixed sequence, whatever the timing; the eager one never has more in
-flight, so its delays are never larger.
+Invariant: the strict order is a fixed sequence, whatever the timing; the eager one never has more
+in flight, so its delays are never larger.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Losses as a run goes on: training losses without waiting for the device, validation of the mean.
 
-Owns what a run reports about its quality. What is validated is the mean of the replicas' weights after
-the same update, because that is the model a run ends with; at the end each replica is validated too, so
-that it shows how much of the result the averaging of the end makes.
+Owns what a run reports about its quality. What is validated is the mean of the replicas' weights
+after the same update, because that is the model a run ends with; at the end each replica is
+validated too, so that it shows how much of the result the averaging of the end makes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from asyncmesh.simulator.mesh import Observer, VirtualWorker
 Batch = tuple[Tensor, Tensor]
 Progress = Callable[[int, float], None]  # update, loss
 
-_LOSSES_KEPT_ON_DEVICE = 64  # reading one would stop the GPU's queue; a divergence may wait that long
+_LOSSES_KEPT_ON_DEVICE = (
+    64  # reading one would stop the GPU's queue; a divergence may wait that long
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class RunObserver(Observer):
     progress: Progress | None = None
     _pending: list[PendingLoss] = field(default_factory=list)
     _collected: dict[int, dict[tuple[int, int], Tensor]] = field(default_factory=dict)
-    _constants: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)  # of replica 0
+    _constants: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # of replica 0
 
     def loss(self, time_s: float, worker: VirtualWorker, microbatch: int, loss: Tensor) -> None:
         self._pending.append(
@@ -67,7 +69,9 @@ class RunObserver(Observer):
             self.emit(Loss(p.time_s, p.stage, p.replica, p.microbatch, value))
             self._check_finite(p, value)
         if self.progress is not None:
-            self.progress(pending[-1].microbatch // self.config.pipeline.accumulation + 1, values[-1])
+            self.progress(
+                pending[-1].microbatch // self.config.pipeline.accumulation + 1, values[-1]
+            )
 
     def _check_finite(self, pending: PendingLoss, value: float) -> None:
         if math.isfinite(value):
@@ -100,7 +104,8 @@ class RunObserver(Observer):
         mesh = self.config.mesh
         replicas = [[weights[s, r] for s in range(mesh.stages)] for r in range(mesh.replicas)]
         means = [mean_in_order([row[s] for row in replicas]) for s in range(mesh.stages)]
-        loss, of_replicas = None, ()
+        loss: float | None = None
+        of_replicas: tuple[float, ...] = ()
         if self.validation:
             loss = self._validation_loss(means)
             if last:

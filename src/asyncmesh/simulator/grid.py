@@ -1,7 +1,7 @@
 """A schedule as text: workers down, time across.
 
-Owns the drawing. The schedule itself is not computed here: the hollow mesh runs the real protocol with
-computations of whole slots and links without delay, and what it did is drawn.
+Owns the drawing. The schedule itself is not computed here: the hollow mesh runs the real protocol
+with computations of whole slots and links without delay, and what it did is drawn.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What a message costs in virtual time.
 
-Owns the model of the network. A link is one direction of one edge: messages leave one after another at
-its bandwidth, travel for its latency and an exponential jitter, and arrive in the order they were sent,
-as on one TCP connection. Invariant: arrivals never decrease; with the same seed they are the same.
+Owns the model of the network. A link is one direction of one edge: messages leave one after another
+at its bandwidth, travel for its latency and an exponential jitter, and arrive in the order they
+were sent, as on one TCP connection. Invariant: arrivals never decrease; with the same seed they are
+the same.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class RingLink:
     """A stage's replicas as a ring: one all-reduce after another.
 
     M replicas each send 2(M-1)/M of the payload in 2(M-1) steps, so an all-reduce that the last
-    replica joins at t is done at max(t, previous) + 2(M-1)/M · bytes / bandwidth + 2(M-1) · latency.
+    replica joins at t is done at max(t, previous) + 2(M-1)/M · bytes / bandwidth + 2(M-1) ·
+    latency.
     """
 
     def __init__(self, config: Config) -> None:

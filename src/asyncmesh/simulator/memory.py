@@ -1,8 +1,8 @@
 """What a run will hold in memory, told before it begins.
 
-Owns the prediction of live weight versions. It walks the protocol itself (a hollow mesh of one replica)
-and counts who reads what, so it holds for every schedule. Invariant: in the strict order, and for any
-schedule that flushes, the engine's own count after the run is the same.
+Owns the prediction of live weight versions. It walks the protocol itself (a hollow mesh of one
+replica) and counts who reads what, so it holds for every schedule. Invariant: in the strict order,
+and for any schedule that flushes, the engine's own count after the run is the same.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from asyncmesh.config import Config
 from asyncmesh.observe.events import Backward, Event, Forward, Update
 from asyncmesh.protocol.pipeline import PipelinePlan
 from asyncmesh.simulator.mesh import Sizes, VirtualMesh
+
 
 @dataclass(frozen=True)
 class StageMemory:
@@ -73,7 +74,7 @@ def predict(config: Config, sizes: Sizes, width: int) -> list[StageMemory]:
 
 
 def _shortened(config: Config) -> Config:
-    """One replica, and no more updates than it takes to fill the pipeline (strict: then it repeats)."""
+    """One replica and, as the strict order repeats, no more updates than fill the pipeline."""
     updates = config.train.updates
     if config.pipeline.order == "strict":
         first = PipelinePlan.of(config, 0)

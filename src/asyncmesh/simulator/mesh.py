@@ -1,9 +1,9 @@
 """The virtual mesh: every worker of a mesh in one process, in virtual time.
 
-Owns the clock and what each action of a worker's state machine does in this world: computations take
-virtual time (and, with engines, happen), messages cross virtual links, rounds meet in a group. All
-decisions are `protocol`'s. Without engines the mesh is hollow: the same protocol with message sizes and
-no numbers, for meshes that no machine could compute.
+Owns the clock and what each action of a worker's state machine does in this world: computations
+take virtual time (and, with engines, happen), messages cross virtual links, rounds meet in a group.
+All decisions are `protocol`'s. Without engines the mesh is hollow: the same protocol with message
+sizes and no numbers, for meshes that no machine could compute.
 
 Invariant: what happens is a function of the configuration; ties in time are broken by the order in
 which things were caused.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -175,7 +176,7 @@ class VirtualMesh:
                 )
                 for stage in range(stages)
             ]
-            for left, right in zip(row, row[1:], strict=False):
+            for left, right in pairwise(row):
                 left.downstream, right.upstream = right, left
             for worker in row:
                 worker.group.workers.append(worker)
@@ -210,7 +211,8 @@ class VirtualMesh:
         self._caused += 1
         heapq.heappush(self._queue, (at_s, self._caused, worker, happening))
 
-    # -- what each action does; all return when the worker goes on ----------------------------------
+    # -- what each action does; all return when the worker goes on
+    # ----------------------------------
     def _run_forward(self, worker: VirtualWorker, action: RunForward, at_s: float) -> float:
         n, digest = action.microbatch, None
         end_s = at_s + worker.times.drawn(worker.times.forward_s)
@@ -223,9 +225,7 @@ class VirtualMesh:
         worker.free_s = end_s
         return end_s
 
-    def _compute_forward(
-        self, worker: VirtualWorker, engine: Engine, n: int, end_s: float
-    ) -> None:
+    def _compute_forward(self, worker: VirtualWorker, engine: Engine, n: int, end_s: float) -> None:
         target = None
         if worker.upstream is None:
             assert self._batches is not None  # engines come with data

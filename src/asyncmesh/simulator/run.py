@@ -1,8 +1,8 @@
 """One run on the virtual mesh, from stages and data to events, summary and final weights.
 
 Owns the order of a run: engines are built, the mesh runs, and however it ends (done, diverged,
-interrupted) everything recorded so far is summarised. Invariant: the process' random state is left as it
-was found.
+interrupted) everything recorded so far is summarised. Invariant: the process' random state is left
+as it was found.
 """
 
 from __future__ import annotations
@@ -98,9 +98,7 @@ def run_job(
         ]
         for replica in range(config.mesh.replicas)
     ]
-    observer = RunObserver(
-        config, emit, programs, job.validation, lambda: batches.tokens, progress
-    )
+    observer = RunObserver(config, emit, programs, job.validation, lambda: batches.tokens, progress)
     sizes = Sizes([0] * (len(programs) - 1), [program.layout.numel for program in programs])
     mesh = VirtualMesh(
         config,
@@ -132,7 +130,7 @@ def _compiler_limits(config: Config) -> AbstractContextManager[object]:
     import torch._dynamo.config as compiler  # noqa: PLC0415 - seconds to import, and seldom needed
 
     limit = max(compiler.recompile_limit, 2 * config.mesh.stages)
-    return compiler.patch(recompile_limit=limit)  # type: ignore[attr-defined, no-any-return]
+    return compiler.patch(recompile_limit=limit)  # type: ignore[no-any-return]
 
 
 def _run_and_name_the_end(
@@ -169,11 +167,11 @@ def simulate_modules(
 
     Stage i's output is stage i+1's input; the last stage's output goes into `loss(output, target)`.
     `batches(replica, microbatch)` gives `(input, target)`. The modules are left as they are: the
-    trained tensors are in `result.weights[replica][stage]`, by name. `digests` records a hash of the
-    weights with every forward and backward.
+    trained tensors are in `result.weights[replica][stage]`, by name. `digests` records a hash of
+    the weights with every forward and backward.
 
-    Raises `DivergedError` when the loss is not finite any more; its attribute `result` holds everything
-    up to then.
+    Raises `DivergedError` when the loss is not finite any more; its attribute `result` holds
+    everything up to then.
     """
     stages = list(stages)
     if not stages:

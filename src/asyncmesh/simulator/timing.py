@@ -1,8 +1,9 @@
 """What a computation costs in virtual time.
 
-Owns the compute model: base times of the configuration, times the stage's share of the model's cost,
-times the slowdowns of stage and replica, times a log-normal jitter. Invariant: a worker's times are a
-function of (seed, stage, replica) and of how many it has drawn, so they do not depend on other workers.
+Owns the compute model: base times of the configuration, times the stage's share of the model's
+cost, times the slowdowns of stage and replica, times a log-normal jitter. Invariant: a worker's
+times are a function of (seed, stage, replica) and of how many it has drawn, so they do not depend
+on other workers.
 """
 
 from __future__ import annotations
