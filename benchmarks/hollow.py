@@ -1,22 +1,18 @@
 """How fast the hollow mesh is: protocol events a second, and how long a large mesh takes.
 
-    python benchmarks/hollow.py                     # 64 stages × 16 replicas × 1,000 updates
-    python benchmarks/hollow.py --updates 100       # a tenth of it
+python -m benchmarks.hollow                     # 64 stages × 16 replicas × 1,000 updates
+python -m benchmarks.hollow --updates 100       # a tenth of it
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from pathlib import Path
 
 from asyncmesh.config import Config
 from asyncmesh.observe.summary import SummaryBuilder
 from asyncmesh.simulator.mesh import Sizes, VirtualMesh
-
-sys.path.insert(0, str(Path(__file__).parent))
-from paired import write_result
+from benchmarks.paired import write_result
 
 
 def run(stages: int, replicas: int, updates: int) -> dict[str, float]:
@@ -63,7 +59,7 @@ def main() -> None:
         )
     write_result(
         "hollow",
-        "python benchmarks/hollow.py",
+        "python -m benchmarks.hollow",
         {
             "mesh": f"{chosen.stages} x {chosen.replicas}, {chosen.updates} updates",
             "required": {"protocol_events_per_second": 100_000, "wall_seconds": 60},

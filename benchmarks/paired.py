@@ -1,7 +1,8 @@
 """Paired measurements: two ways of doing the same work, in turn, in one process.
 
-Owns how a ratio is measured here. The machines are shared and noisy, so a single time says little: A and
-B take turns, each pair gives one ratio, and what is reported is the median of the ratios with all of them.
+Owns how a ratio is measured here. The machines are shared and noisy, so a single time says little:
+A and B take turns, each pair gives one ratio, and what is reported is the median of the ratios with
+all of them.
 """
 
 from __future__ import annotations

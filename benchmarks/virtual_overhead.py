@@ -1,18 +1,17 @@
 """What simulating a pipeline of 8 stages costs over a plain synchronous PyTorch loop.
 
-Same model, same batches, same optimiser; the plain loop runs the whole model as one module. The two take
-turns (see paired.py). The virtual mesh computes exactly as many forwards, backwards and updates.
+Same model, same batches, same optimiser; the plain loop runs the whole model as one module. The two
+take turns (see paired.py). The virtual mesh computes exactly as many forwards, backwards and
+updates.
 
-    python benchmarks/virtual_overhead.py                 # 10M parameters, CPU
-    python benchmarks/virtual_overhead.py --preset gpu    # GPT-2 small, bf16, compiled, one GPU
+    python -m benchmarks.virtual_overhead                 # 10M parameters, CPU
+    python -m benchmarks.virtual_overhead --preset gpu    # GPT-2 small, bf16, compiled, one GPU
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -21,9 +20,7 @@ from asyncmesh.config import Config
 from asyncmesh.model.gpt import build_stages, cross_entropy
 from asyncmesh.model.splitting import stage_costs
 from asyncmesh.simulator.run import Job, build_programs, choose_device, run_job
-
-sys.path.insert(0, str(Path(__file__).parent))
-from paired import ratios, write_result
+from benchmarks.paired import ratios, write_result
 
 PRESETS = {
     "cpu": {
@@ -83,7 +80,7 @@ class PlainLoop:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=bfloat16):
                 loss = self.run(x, target)
             self.optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(self.module.parameters(), self.config.optimizer.max_grad_norm)
             self.optimizer.step()
         float(loss)
@@ -136,7 +133,7 @@ def main() -> None:
     print(f"virtual mesh / plain loop: {figures['median_ratio']:.3f} (median)")
     write_result(
         f"virtual_overhead_{chosen.preset}",
-        f"python benchmarks/virtual_overhead.py --preset {chosen.preset}",
+        f"python -m benchmarks.virtual_overhead --preset {chosen.preset}",
         {"parameters": parameters, "updates": config.train.updates, "required": 1.15, **figures},
     )
 

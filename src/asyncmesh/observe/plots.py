@@ -25,6 +25,7 @@ Summary = Mapping[str, Any]
 SMOOTHING_SHARE = 1 / 50  # of a run's updates, to either side
 MOST_NAMED_WORKERS = 16  # more bars than that are named by their stage alone
 MOST_BARS = 64
+BEYOND_PLOTTING = 1e15  # a diverging loss passes through all powers of ten, and NaN is not below
 
 
 class Worker(NamedTuple):
@@ -85,11 +86,11 @@ def smoothed(values: Sequence[float], reach: int) -> list[float]:
 
 
 def _points(curve: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
-    """(update, loss), without what is not finite."""
+    """(update, loss), without what is infinite for all practical purposes."""
     return [
         (point["update"], point["loss"])
         for point in curve
-        if point["loss"] is not None and math.isfinite(point["loss"])
+        if point["loss"] is not None and abs(point["loss"]) < BEYOND_PLOTTING
     ]
 
 

@@ -31,10 +31,10 @@ def schedule_grid(config: Config) -> str:
             slots[event.stage, round(event.start_s) - 1] += "*"
     width = max(map(len, slots.values())) + 1
     end = max(slot for _, slot in slots) + 1
-    lines = ["stage | time →" + " " * max(0, end * width - 6) + " | largest delay"]
+    lines = [f"stage | {'time →'.ljust(end * width)}| largest delay"]
     for stage in range(stages):
         cells = "".join(slots.get((stage, slot), "·").ljust(width) for slot in range(end))
-        lines.append(f"{stage:>5} | {cells.ljust(7)} | {delays[stage]}")
+        lines.append(f"{stage:>5} | {cells}| {delays[stage]}")
     busy = sum(text != "·" for text in slots.values()) / (end * stages)
     lines.append(f"F forward, B backward, * an update follows, · idle; {busy:.0%} of slots busy")
     return "\n".join(lines)

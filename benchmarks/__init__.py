@@ -1,0 +1,1 @@
+"""Measurements of speed, and their results as files. Never run as tests."""
