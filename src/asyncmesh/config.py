@@ -53,7 +53,8 @@ _AVERAGING_DEFAULTS: dict[str, dict[str, Any]] = {
     "local-sgd": {"fraction": 1.0, "interval": 10, "delay": 0},
     "none": {"fraction": 1.0, "interval": 1, "delay": 0},
 }
-_OUTER_DEFAULTS = {  # (learning rate, momentum) of the agreed value: DiLoCo's own, and measured here
+# (learning rate, momentum) of the agreed value: DiLoCo's own, and what was best here.
+_OUTER_DEFAULTS = {
     "diloco": (0.7, 0.9),
     "async-momentum": (1.0, 0.5),
 }

@@ -1,4 +1,4 @@
-"""The engine's own promises: no copies, no writes to a version in use, compilation, autocast, GPU."""
+"""The engine's own promises: versions that are never touched, compilation, autocast, GPU."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 
 import matplotlib as mpl
 import pytest
+from matplotlib.colors import to_hex
 
 from asyncmesh.config import Config
 from asyncmesh.errors import DivergedError, InputFileError
@@ -40,7 +41,7 @@ def recorded(path: Path, **sections: dict[str, Any]) -> dict[str, Any]:
             stages(config.mesh.stages), squared_error, batch, config, validation=validation
         )
     except DivergedError as error:
-        result = error.result  # type: ignore[attr-defined]
+        result = error.result
     assert isinstance(result, Result)
     folder = RunFolder(path, config)
     for event in result.events:
@@ -238,8 +239,10 @@ def test_a_diverged_run_says_so_first(tmp_path: Path) -> None:
     alert = page.source.index('role="alert"')
     assert alert < page.source.index("<dl")
     assert f"diverged after update {summary['updates']} of {UPDATES}" in page.source[alert:]
-    assert page.headline["final validation loss"] == "–"
-    assert not re.search(r"\b(nan|inf)\b", " ".join(page.text["dd"] + page.text["text"]).lower())
+    assert page.headline["last validation loss"] == style.human_loss(summary["final_val_loss"])
+    assert page.headline["consensus distance"] == "0%"
+    shown = " ".join(page.text["dd"] + page.text["text"] + page.text["td"]).lower()
+    assert not re.search(r"\b(nan|inf|none)\b", shown)
     assert "Not recorded" in page.source
 
 
@@ -358,7 +361,7 @@ def test_only_whole_replicas_are_shown(tmp_path: Path) -> None:
 
 
 def test_boxes_lie_where_the_events_were() -> None:
-    events = [
+    events: list[Event] = [
         Forward(10.0, 11.0, 0, 0, 7, 6),
         Backward(11.5, 13.5, 0, 0, 7, 6, 6, 0),
         Update(13.5, 13.6, 0, 0, 7, 0.1),
@@ -367,12 +370,10 @@ def test_boxes_lie_where_the_events_were() -> None:
     figure = timeline(events, 10.0, 14.0, [plots.Worker(1, 0)])
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["stage 0", "stage 1"]
-    boxes = {
-        collection.get_facecolor().tobytes(): collection.get_paths()[0].get_extents().bounds
-        for collection in axes.collections
-    }
-    assert len(boxes) == 3
-    left_and_width = sorted((round(b[0], 6), round(b[2], 6)) for b in boxes.values())
+    boxes = [collection.get_paths()[0].get_extents().bounds for collection in axes.collections]
+    colours = {to_hex(collection.get_facecolor()[0]) for collection in axes.collections}  # type: ignore[index, arg-type]
+    assert colours == {style.SKY, style.ORANGE, style.GREEN}
+    left_and_width = sorted((round(b[0], 6), round(b[2], 6)) for b in boxes)
     assert left_and_width == [(0.0, 1.0), (1.5, 2.0), (3.5, 0.1)]
     assert [text.get_text() for text in axes.texts] == ["7", "7"]
 

@@ -133,7 +133,7 @@ def headline(summary: Summary) -> list[Headline]:
     rate, distance = summary["tokens_per_second"], summary["consensus_distance"]
     return [
         Headline(
-            "final validation loss",
+            f"{'final' if summary['status'] == 'completed' else 'last'} validation loss",
             _loss(summary["final_val_loss"]),
             f"replicas by themselves: {_range(replicas)}" if len(replicas) > 1 else "",
         ),

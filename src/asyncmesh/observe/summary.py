@@ -75,7 +75,7 @@ class SummaryBuilder:
         self._snapshots = self._skipped = self._microbatches = 0
         self._updates: Counter[Worker] = Counter()
         self._curve: list[Evaluation] = []
-        self._losses: list[Loss] = []
+        self._losses: dict[int, list[float]] = {}  # sum and count by update
         self._memory: list[Memory] = []
         self._now_s = 0.0
         self.events = 0
@@ -88,7 +88,7 @@ class SummaryBuilder:
             Snapshot: self._on_snapshot,
             Skip: self._on_skip,
             Evaluation: self._curve.append,
-            Loss: self._losses.append,
+            Loss: self._on_loss,
             Memory: self._memory.append,
         }
 
@@ -140,6 +140,7 @@ class SummaryBuilder:
         tokens = self._microbatches * tokens_per_microbatch
         return {
             "status": status,
+            "clock": "virtual",  # of every duration but wall_seconds
             "mesh": {"stages": config.mesh.stages, "replicas": config.mesh.replicas},
             "method": {
                 "pipeline": config.pipeline.schedule,
@@ -196,15 +197,9 @@ class SummaryBuilder:
 
     def _train_curve(self) -> list[dict[str, float]]:
         """Mean training loss over all replicas, by update."""
-        k = self._config.pipeline.accumulation
-        sums: dict[int, list[float]] = {}
-        for event in self._losses:
-            entry = sums.setdefault(event.microbatch // k + 1, [0.0, 0.0])
-            entry[0] += event.loss
-            entry[1] += 1
         return [
             {"update": update, "loss": total / count}
-            for update, (total, count) in sorted(sums.items())
+            for update, (total, count) in sorted(self._losses.items())
         ]
 
 
