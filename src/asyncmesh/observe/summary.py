@@ -134,6 +134,12 @@ class SummaryBuilder:
         self._merged[0] += 1
         self._merged[1] += event.delay
 
+    def _on_loss(self, event: Loss) -> None:
+        update = event.microbatch // self._config.pipeline.accumulation + 1
+        entry = self._losses.setdefault(update, [0.0, 0.0])
+        entry[0] += event.loss
+        entry[1] += 1
+
     def build(self, status: str, wall_seconds: float, tokens_per_microbatch: int) -> dict[str, Any]:
         """The content of `summary.json`."""
         config, curve = self._config, self._curve
