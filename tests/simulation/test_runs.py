@@ -171,7 +171,8 @@ def test_live_versions_are_as_predicted(schedule: str, stages: int, k: int, h: i
         expected = predicted[memory.stage]
         assert memory.buffers == expected.buffers <= expected.in_flight + 1
         assert memory.buffers * memory.buffer_bytes == expected.weight_bytes
-        assert memory.averaging_bytes == pytest.approx(expected.averaging_bytes, rel=0.01)
+        # Classes differ by one coordinate, which shows in stages as small as these.
+        assert memory.averaging_bytes == pytest.approx(expected.averaging_bytes, rel=0.01, abs=24)
         if schedule != "async":
             assert memory.buffers == 2  # a flush leaves one version to read and one to write
 
