@@ -345,7 +345,7 @@ def test_the_files_of_a_comparison(tmp_path: Path) -> None:
 
     image = matplotlib.image.imread(folder / "comparison.png")
     assert image.shape[1] == 1280
-    assert len(np.unique(image.reshape(-1, image.shape[2]), axis=0)) > 50
+    assert image[..., :3].std() > 0.05
     svg = ElementTree.parse(folder / "comparison.svg").getroot()
     words = ["".join(e.itertext()) for e in svg.iter() if e.tag.endswith("text")]
     assert {"$p$ of 5% & <more>", "momentum", "2.420 ± 0.020", "diverged (2 of 2)"} <= set(words)

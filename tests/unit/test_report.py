@@ -445,6 +445,7 @@ def test_drawing_is_repeatable_and_leaves_no_trace(tmp_path: Path) -> None:
         (style.human_seconds(150), "2.5 min"),
         (style.human_seconds(3 * 86_400), "3 d"),
         (style.percent(1.0), "100%"),
+        (style.percent(0.99999), "100%"),
         (style.percent(0.36), "36.0%"),
         (style.human_loss(2.8701), "2.870"),
     ],

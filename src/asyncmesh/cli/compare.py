@@ -270,7 +270,7 @@ def _present(
         chosen = {**settings, **plan.points()[best]}
         results.append(CaseResult(name, chosen, by_point[best]))
     write_comparison(folder, results, plan.baseline, plan.title)
-    console.print(rich_table(results, plan.baseline))
+    console.print(rich_table(results, plan.baseline, console.width))
     print(f"table, figures and plot: {folder}")
     if all(run["status"] == "diverged" for result in results for run in result.runs):
         raise AsyncMeshError("every run diverged; lower optimizer.learning_rate")

@@ -7,6 +7,7 @@ or is interrupted leaves all it had recorded; `summary.json` is written last.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ class RunFolder:
         if self._events is not None:
             self._events.close()
         self._metrics.close()
-        text = json.dumps(summary | {"event_hash": self._hash.hexdigest()}, indent=2)
+        content = _strict(summary | {"event_hash": self._hash.hexdigest()})
+        text = json.dumps(content, indent=2, allow_nan=False)
         (self.path / "summary.json").write_text(text + "\n", encoding="utf-8")
 
 
@@ -85,6 +87,15 @@ class Metrics:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _strict(value: Any) -> Any:
+    """JSON knows no NaN or infinity: a loss that diverged becomes null."""
+    if isinstance(value, dict):
+        return {key: _strict(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_strict(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def next_free(parent: Path, name: str) -> Path:

@@ -157,7 +157,7 @@ def human_loss(value: float) -> str:
 
 
 def percent(fraction: float) -> str:
-    return "100%" if fraction >= 1 else f"{100 * fraction:.1f}%"
+    return f"{100 * fraction:.1f}%".replace("100.0", "100")
 
 
 # -- labels at the ends of lines ------------------------------------------------------------------

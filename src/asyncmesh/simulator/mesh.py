@@ -205,7 +205,6 @@ class VirtualMesh:
                 f"nothing left to happen, but {len(unfinished)} workers are not done: the first is"
                 f" stage {unfinished[0].stage} of replica {unfinished[0].replica}"
             )
-        self._report_memory()
 
     def _cause(self, at_s: float, worker: VirtualWorker, happening: Input) -> None:
         self._caused += 1
@@ -349,7 +348,8 @@ class VirtualMesh:
         worker.finished = True
         return at_s
 
-    def _report_memory(self) -> None:
+    def report_memory(self) -> None:
+        """Emit what every worker's weights and state took so far."""
         for worker in self.workers:
             engine = worker.engine
             if engine is not None:

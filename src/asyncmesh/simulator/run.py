@@ -113,6 +113,7 @@ def run_job(
     began_s = time.perf_counter()
     with _compiler_limits(config):
         status, error = _run_and_name_the_end(mesh, observer)
+    mesh.report_memory()
     return Result(
         weights=[[engine.named_weights() for engine in row] for row in engines],
         summary=summary.build(status, time.perf_counter() - began_s, batches.tokens),
