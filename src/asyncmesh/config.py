@@ -69,13 +69,13 @@ _OPTIMIZER_DEFAULTS: dict[str, dict[str, float]] = {
 class Section(BaseModel):
     """One table of the TOML file: immutable, and closed against unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class TrainConfig(Section):
     updates: Positive = Field(300, description="optimiser steps of every worker")
     eval_every: Positive = Field(50, description="updates between two validations")
-    eval_batches: Positive = Field(8, description="validation batches, of microbatch_size each")
+    eval_sequences: Positive = Field(64, description="sequences of the validation text")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the stages compute")
     dtype: Literal["float32", "bfloat16", "float64"] = Field(
         "float32", description="bfloat16 means autocast over float32 weights"
@@ -131,10 +131,14 @@ class OptimizerConfig(Section):
     learning_rate: Factor = Field(1e-3, description="η at its highest")
     beta1: Decay | None = Field(None, description="first moment; sgd: momentum; muon: momentum")
     beta2: Decay | None = Field(None, description="second moment")
-    momentum_decay: Annotated[float, Field(ge=0)] = Field(0.1, description="ψ of nadamw")
+    momentum_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        0.1, description="ψ of nadamw"
+    )
     epsilon: Factor = Field(1e-8, description="ε in the denominator")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.01, description="λ_wd (sgd: L2)")
-    max_grad_norm: Annotated[float, Field(ge=0)] = Field(
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        0.01, description="λ_wd (sgd: L2)"
+    )
+    max_grad_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         1.0, description="gradients are clipped to this norm per stage; 0: never"
     )
     warmup_updates: NonNegative | None = Field(
@@ -176,7 +180,7 @@ class LinksConfig(Section):
     )
     latency_ms: Milliseconds | list[Milliseconds] = Field(0.0, description="one way, an edge")
     jitter_ms: Milliseconds | list[Milliseconds] = Field(
-        0.0, description="mean of an exponential extra delay of every message"
+        0.0, description="mean of an exponential extra delay on pipeline edges"
     )
     averaging_bandwidth_mbps: Mbps | None = Field(
         None, description="between the replicas of a stage; default: as the slowest pipeline edge"
@@ -234,10 +238,15 @@ class Config(Section):
 
     @property
     def averaging_fraction(self) -> float:
+        """p, which is all of it where gradients or nothing is averaged."""
+        if self.averaging.method in ("allreduce", "none"):
+            return 1.0
         return float(self._of_method("fraction"))
 
     @property
     def averaging_interval(self) -> int:
+        if self.averaging.method in ("allreduce", "none"):
+            return 1
         return int(self._of_method("interval"))
 
     @property
@@ -256,7 +265,7 @@ class Config(Section):
     @property
     def rounds_in_flight(self) -> int:
         """The most rounds that may be under way at once, the newest included."""
-        if self.averaging.method == "none":
+        if self.averaging.method in ("allreduce", "none") or self.mesh.replicas == 1:
             return 1
         if self.averaging.max_in_flight is not None:
             return self.averaging.max_in_flight
@@ -331,7 +340,7 @@ class Config(Section):
 
     def _check_averaging(self) -> None:
         method, delay = self.averaging.method, self.averaging_delay
-        if method == "none":
+        if method == "none" or self.mesh.replicas == 1:
             return  # no rounds, so nothing that could overlap
         if not method.startswith("async-") and delay != 0:
             raise ConfigError(

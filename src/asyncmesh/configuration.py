@@ -10,6 +10,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import date, time
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,11 @@ class Layers:
                 raise unknown_setting(name)
             self.values[name] = value
             self.origin[name] = origin
+        method = settings.get("averaging.method", "async-")
+        if not str(method).startswith("async-") and "averaging.delay" not in settings:
+            # A delay that was meant for another method: one that waits for its rounds has none.
+            self.values.pop("averaging.delay", None)
+            self.origin.pop("averaging.delay", None)
 
     def config(self) -> Config:
         return Config.from_dict(nested(self.values))
@@ -87,9 +93,11 @@ def parse_assignment(argument: str) -> tuple[str, Any]:
             raise ConfigError(name, "", "needs a value", f"write --{name}=VALUE")
         raise unknown_setting(name)
     try:
-        return name, tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return name, text
+    # A folder may be called 2026-11-18, which TOML reads as a date.
+    return name, text if isinstance(value, date | time) else value
 
 
 def preset_names() -> list[str]:

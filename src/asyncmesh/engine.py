@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -52,7 +52,7 @@ class StageProgram:
             )
         self.device = device
         self.layout = FlatLayout.of(trained.items())
-        self._aliases = _aliases(module, trained)
+        self._aliases = _aliases(module)
         self.matrices = hidden_matrices(module) & trained.keys()
         self.loss = loss
         self._trained = trained
@@ -64,7 +64,7 @@ class StageProgram:
         # What a state dict holds besides trained weights: tables that can be recomputed are not in
         # it.
         self.kept_constants = self._constants.keys() & module.state_dict().keys()
-        self._training = copy.deepcopy(module).to("meta").train()
+        self._training = copy.deepcopy(module).to("meta")
         self._evaluating = copy.deepcopy(self._training).eval()
         self._bfloat16 = config.train.dtype == "bfloat16"
         self.run = torch.compile(self._run) if config.train.compile else self._run
@@ -92,11 +92,19 @@ class StageProgram:
         return output if self.loss is None or target is None else self.loss(output, target)
 
     def _call(self, module: nn.Module, weights: Tensors, constants: Tensors, x: Tensor) -> Tensor:
-        tied = {alias: weights[name] for alias, name in self._aliases.items()}
-        # Ties are resolved once, above: functional_call would search for them in every call.
-        tensors = (weights, tied, constants)
+        # Ties are resolved once, not searched for in every call as functional_call would.
+        tied = {
+            alias: weights[name] if name in weights else constants[name]
+            for alias, name in self._aliases.items()
+        }
+        tensors = (weights, constants, tied)
         output: Tensor = functional_call(module, tensors, (x,), tie_weights=False)
         return output
+
+    def with_aliases(self, tensors: Tensors) -> Tensors:
+        """Also under their further names, as a state dict has them."""
+        named = self._aliases.items()
+        return tensors | {alias: tensors[name] for alias, name in named if name in tensors}
 
     def evaluate(
         self, flat: Tensor, constants: Tensors, x: Tensor, target: Tensor | None
@@ -147,7 +155,7 @@ class Engine:
         self._agreement, self._correction = choice.make_merge_rule(config, initial)
         self._in_flight: dict[int, _InFlight] = {}
         self._sent: dict[int, Tensor] = {}
-        self.averaging_bytes = 0  # the most the averaging state ever took
+        self.averaging_bytes = self._averaging_bytes_now()  # the most it ever took
 
     # -- pipeline axis ----------------------------------------------------------------------------
     def forward(self, microbatch: int, x: Tensor, target: Tensor | None = None) -> Tensor:
@@ -161,6 +169,11 @@ class Engine:
         version = self.pool.acquire()
         with self.program.autocast():
             output = self.program.run(version.leaves, self._constants, x, target)
+        if target is not None and (not isinstance(output, Tensor) or output.ndim):
+            raise StageError(
+                f"the loss returned {_described(output)}: training needs one number; return a"
+                " tensor of no dimensions, such as a mean"
+            )
         if not isinstance(output, Tensor):
             raise StageError(
                 f"stage {self.stage} returned {type(output).__name__}: a stage hands one tensor to"
@@ -235,10 +248,8 @@ class Engine:
             return self._gradient.clone() if self._wire is None else self._gradient.to(self._wire)
         newest = self.pool.newest.flat
         sent = gather(newest, self._partition.indices(round_, newest.device))
-        # y is what was sent: what the wire rounds off then counts as this worker's own move and
-        # is kept by the correction, not lost.
+        self._sent[round_] = sent
         payload = sent if self._wire is None else sent.to(self._wire)
-        self._sent[round_] = sent if self._wire is None else payload.to(sent.dtype)
         self.averaging_bytes = max(self.averaging_bytes, self._averaging_bytes_now())
         return payload
 
@@ -248,15 +259,19 @@ class Engine:
         if self._of_gradients:
             self._gradient.copy_(mean)
             return
+        sent = self._sent.pop(round_)
+        # What the wire rounded off stays with the worker, or every merge would coarsen its weights.
+        residual = None if self._wire is None else sent - sent.to(self._wire)
         merge_(
             self.pool.newest.flat,
             self._partition.indices(round_, mean.device),
-            self._sent.pop(round_),
+            sent,
             mean,
             update,
             self._agreement,
             self._correction,
             self._strength,
+            residual,
         )
 
     # -- what it holds ----------------------------------------------------------------------------
@@ -267,7 +282,7 @@ class Engine:
     def named_weights(self) -> dict[str, Tensor]:
         """The newest version as copies, by name, with persistent buffers and frozen parameters."""
         kept = {name: self._constants[name].clone() for name in self.program.kept_constants}
-        return self.program.layout.views(self.newest_weights()) | kept
+        return self.program.with_aliases(self.program.layout.views(self.newest_weights()) | kept)
 
     @property
     def constants(self) -> dict[str, Tensor]:
@@ -293,14 +308,23 @@ class Engine:
         return sum(map(_bytes, [*state.values(), *self._sent.values()]))
 
 
-def _aliases(module: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, str]:
-    """Further names of tied parameters, each with the name that the layout knows."""
-    first = {id(parameter): name for name, parameter in trained.items()}
-    return {
-        name: first[id(parameter)]
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-        if id(parameter) in first and first[id(parameter)] != name
-    }
+def _aliases(module: nn.Module) -> dict[str, str]:
+    """Further names of tensors that a module holds more than once, each with its first name."""
+    first: dict[int, str] = {}
+    aliases = {}
+    for name, tensor in [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]:
+        if first.setdefault(id(tensor), name) != name:
+            aliases[name] = first[id(tensor)]
+    return aliases
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
 
 
 def _bytes(tensor: Tensor) -> int:

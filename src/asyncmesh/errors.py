@@ -24,6 +24,10 @@ class ConfigError(AsyncMeshError):
         shown = f'"{value}"' if isinstance(value, str) else value
         super().__init__(f"{setting} = {shown}: {rule}; {fix}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """An error made in a process of a comparison travels to its parent."""
+        return type(self), (self.setting, self.value, self.rule, self.fix)
+
 
 class UnknownSettingError(AsyncMeshError):
     """A key that no setting has, with the nearest one that exists."""

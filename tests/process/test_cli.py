@@ -13,7 +13,7 @@ import pytest
 TINY = [
     "--train.updates=6",
     "--train.eval_every=3",
-    "--train.eval_batches=1",
+    "--train.eval_sequences=4",
     "--train.device=cpu",
     "--mesh.stages=2",
     "--pipeline.microbatch_size=2",

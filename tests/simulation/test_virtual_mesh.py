@@ -51,9 +51,9 @@ def test_a_ring_costs_what_its_formula_says() -> None:
         }
     )
     ring = RingLink(config)
-    assert ring.bytes_sent(1000) == 1500
-    assert ring.reduce(0.0, 1000) == pytest.approx(0.0015 + 6 * 0.002)
-    assert ring.reduce(0.0, 1000) == pytest.approx(0.0030 + 6 * 0.002)
+    assert ring.bytes_sent(1000, 4) == 1500
+    assert ring.reduce(0.0, 1000, 4) == pytest.approx(0.0015 + 6 * 0.002)
+    assert ring.reduce(0.0, 1000, 4) == pytest.approx(0.0030 + 6 * 0.002)
 
 
 def test_asynchronous_pipelines_stay_busy_and_flushed_ones_do_not() -> None:

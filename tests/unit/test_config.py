@@ -9,7 +9,7 @@ import pytest
 
 from asyncmesh.config import Config, setting_names
 from asyncmesh.configuration import collect, flattened, nested, parse_assignment, resolved, to_toml
-from asyncmesh.errors import AsyncMeshError, ConfigError, InputFileError, UnknownSettingError
+from asyncmesh.errors import ConfigError, InputFileError, UnknownSettingError
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"averaging": {"fraction": 1.5}}, "averaging.fraction = 1.5: must be less than or equal to 1"),
@@ -149,8 +149,3 @@ def test_every_key_of_the_contract_exists() -> None:
     model.width model.heads model.context model.vocab data.source data.validation
     links.bandwidth_mbps links.latency_ms"""
     assert set(contract.split()) <= set(setting_names())
-
-
-def test_a_user_error_is_always_an_asyncmesh_error() -> None:
-    for kind in (ConfigError, UnknownSettingError, InputFileError):
-        assert issubclass(kind, AsyncMeshError)

@@ -204,23 +204,24 @@ def test_a_stream_of_just_one_sequence_is_enough() -> None:
 # -- validation batches ----------------------------------------------------------------------------
 @given(
     length=st.integers(2, 2000),
-    batches=st.integers(1, 6),
+    sequences=st.integers(1, 6),
     size=st.integers(1, 9),
     context=st.integers(1, 40),
 )
 @settings(max_examples=150, deadline=None)
 def test_validation_sequences_never_overlap_and_span_the_stream(
-    length: int, batches: int, size: int, context: int
+    length: int, sequences: int, size: int, context: int
 ) -> None:
     stream = COUNTED[:length]
     if length <= context:
         with pytest.raises(ConfigError, match="the validation stream has only"):
-            validation_batches(stream, batches, size, context)
+            validation_batches(stream, sequences, size, context)
         return
-    found = validation_batches(stream, batches, size, context)
-    available = length // (context + 1)
+    found = validation_batches(stream, sequences, size, context)
     sizes = [len(one) for one, _ in found]
-    assert sizes == [size] * min(batches, available // size) or sizes == [available]
+    assert sum(sizes) == min(sequences, length // (context + 1))
+    assert set(sizes[:-1]) <= {size}
+    assert sizes[-1] <= size
     used = torch.cat([torch.cat((one[:, :1], two), 1) for one, two in found]).flatten().tolist()
     assert len(set(used)) == len(used) == sum(sizes) * (context + 1)
     starts = [int(row[0]) for one, _ in found for row in one]
@@ -230,10 +231,21 @@ def test_validation_sequences_never_overlap_and_span_the_stream(
 
 
 def test_validation_is_fixed() -> None:
-    (one, target), (two, _) = validation_batches(COUNTED[:100], 2, 2, 4)
+    (one, target), (two, _) = validation_batches(COUNTED[:100], 4, 2, 4)
     assert one[:, 0].tolist() == [0, 25]
     assert two[:, 0].tolist() == [50, 75]
     assert torch.equal(one + 1, target)
+
+
+@pytest.mark.parametrize("size", [1, 2, 8, 32])
+def test_the_text_of_validation_does_not_depend_on_the_microbatch_size(size: int) -> None:
+    settings = {"pipeline": {"microbatch_size": size}, "train": {"eval_sequences": 20}}
+    found = open_data(config(**settings)).validation
+    starts = torch.cat([one for one, _ in found])
+    assert torch.equal(
+        starts,
+        torch.cat([one for one, _ in open_data(config(**{**settings, "pipeline": {}})).validation]),
+    )
 
 
 # -- a dataset -------------------------------------------------------------------------------------
@@ -259,11 +271,11 @@ def test_a_validation_file_leaves_the_whole_source_for_training(tmp_path: Path) 
 
 
 def test_settings_reach_the_batches() -> None:
-    settings = {"pipeline": {"microbatch_size": 3}, "train": {"eval_batches": 2}, "seed": 9}
+    settings = {"pipeline": {"microbatch_size": 3}, "train": {"eval_sequences": 11}, "seed": 9}
     found = open_data(config(**settings))
     assert found.vocab == 256
     assert found.batches(0, 0)[0].shape == (3, 16)
-    assert [one.shape for one, _ in found.validation] == [(3, 16), (3, 16)]
+    assert [one.shape for one, _ in found.validation] == [(8, 16), (3, 16)]
     other = open_data(config(**(settings | {"seed": 8})))
     assert not torch.equal(found.batches(0, 0)[0], other.batches(0, 0)[0])
     assert torch.equal(found.validation[0][0], other.validation[0][0])

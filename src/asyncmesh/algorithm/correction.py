@@ -149,11 +149,13 @@ def merge_(
     agreement: Agreement,
     correction: Correction,
     strength: float,
+    residual: Tensor | None = None,
 ) -> None:
-    """w[S] ← agreement(a) + λ e, with e from d = w[S] - y."""
+    """w[S] ← agreement(a) + λ e, with e from d = w[S] - y; plus what y lost on its way, if any."""
     e = correction(indices, gather(weights, indices).sub_(sent), update)
     agreed = agreement(indices, mean)
-    scatter_(weights, indices, agreed if e is None else agreed.add(e, alpha=strength))
+    merged = agreed if e is None else agreed.add(e, alpha=strength)
+    scatter_(weights, indices, merged if residual is None else merged + residual)
 
 
 def mean_in_order(contributions: list[Tensor]) -> Tensor:

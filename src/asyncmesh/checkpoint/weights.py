@@ -22,11 +22,16 @@ _FILE = "model.safetensors"
 
 
 def mean_weights(replicas: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, Tensor]:
-    """The mean over the replicas of every tensor of every stage, under its global name."""
+    """The mean over the replicas of every tensor of every stage, under its global name.
+
+    Counters have no mean: they are the first replica's.
+    """
     return {
         name: mean_in_order([row[stage][name] for row in replicas])
+        if tensor.is_floating_point()
+        else tensor
         for stage, tensors in enumerate(replicas[0])
-        for name in tensors
+        for name, tensor in tensors.items()
     }
 
 

@@ -13,9 +13,10 @@ import os
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import product
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -214,18 +215,25 @@ def _run_all(tasks: Sequence[RunTask], jobs: int) -> dict[tuple[str, int, int], 
     """The summaries by (case, grid point, seed). Small models gain most from one core a run."""
     summaries = {}
     threads = max(1, (os.cpu_count() or 1) // jobs)
-    # Leaving the pool, for whatever reason, ends its processes: nothing goes on after Ctrl-C.
-    with get_context("spawn").Pool(jobs) as pool:
-        work = [(task, threads) for task in tasks]
-        for done, (task, summary) in enumerate(pool.imap_unordered(run_task, work), 1):
-            summaries[task.case, task.point, task.seed] = summary
-            loss = summary["final_val_loss"]
-            shown = summary["status"] if loss is None else f"validation loss {loss:.4f}"
-            print(f"{done}/{len(tasks)} {task.folder}: {shown}", flush=True)
+    # An executor notices when a process is killed (out of memory, say); a Pool would wait for ever.
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        pending = {pool.submit(run_task, task, threads): task for task in tasks}
+        try:
+            for done, future in enumerate(as_completed(pending), 1):
+                task, summary = pending[future], future.result()
+                summaries[task.case, task.point, task.seed] = summary
+                loss = summary["final_val_loss"]
+                shown = summary["status"] if loss is None else f"validation loss {loss:.4f}"
+                print(f"{done}/{len(tasks)} {task.folder}: {shown}", flush=True)
+        except BaseException:  # Ctrl-C above all: nothing may go on after it
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in active_children():
+                process.terminate()
+            raise
     return summaries
 
 
-def run_task(work: tuple[RunTask, int]) -> tuple[RunTask, dict[str, Any]]:
+def run_task(task: RunTask, threads: int) -> dict[str, Any]:
     """One run, in a process of its own; a run that diverged is a result like any other."""
     import torch
 
@@ -234,19 +242,18 @@ def run_task(work: tuple[RunTask, int]) -> tuple[RunTask, dict[str, Any]]:
     from asyncmesh.simulator.language_model import language_model_job
     from asyncmesh.simulator.run import run_job
 
-    task, threads = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     made = task.folder / "config.toml"
     if (task.folder / "summary.json").is_file() and made.read_text() == to_toml(task.config):
         summary = read_summary(task.folder)
         if summary["status"] != "interrupted":
-            return task, summary
+            return summary
     torch.set_num_threads(threads)
     job = language_model_job(task.config).job
     folder = RunFolder(task.folder, task.config, keep_events=False)
     result = run_job(job, folder)
     folder.finish(result.summary)
-    return task, read_summary(task.folder)
+    return read_summary(task.folder)
 
 
 def _present(

@@ -27,19 +27,38 @@ app.add_typer(inspection.app, name="inspect")
 results.add_to(app)
 
 
+# What the parser raises for a wrong option or argument; typer exports only this child of it.
+_UsageError: type[Exception] = typer.BadParameter.__base__ or typer.BadParameter
+_INTERRUPTED = 130
+
+
 def main() -> None:
     """The console script."""
+    sys.exit(_run(sys.argv[1:]))
+
+
+def _run(arguments: list[str]) -> int:
+    """Run a command; every way it can end, as an exit code."""
     try:
-        app()
+        ended = app(arguments, standalone_mode=False)
     except AsyncMeshError as error:
-        print(f"asyncmesh: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("asyncmesh: interrupted", file=sys.stderr)
-        sys.exit(130)
+        return _told(str(error), error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        ended = _INTERRUPTED
+    except _UsageError as error:
+        message = getattr(error, "format_message", error.__str__)()
+        return _told(f"{message.rstrip('.')}; asyncmesh COMMAND --help shows what there is", 2)
     except BrokenPipeError:
         sys.stderr.close()  # the reader (head, less) has seen enough
-        sys.exit(0)
+        return 0
+    if ended == _INTERRUPTED:
+        return _told("interrupted", _INTERRUPTED)
+    return ended if isinstance(ended, int) else 0
+
+
+def _told(message: str, exit_code: int) -> int:
+    print(f"asyncmesh: {message}", file=sys.stderr)
+    return exit_code
 
 
 if __name__ == "__main__":

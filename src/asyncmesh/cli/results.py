@@ -43,7 +43,7 @@ def _continue(
     import torch
 
     from asyncmesh.checkpoint.weights import load_newest
-    from asyncmesh.data.sources import load_source
+    from asyncmesh.data.sources import kind_of
     from asyncmesh.data.text import decode, encode
     from asyncmesh.errors import ConfigError
     from asyncmesh.model.generation import generate as go_on
@@ -52,7 +52,7 @@ def _continue(
 
     read_summary(run)  # tells plainly when the folder is no run
     config, weights = read_config(run), load_newest(run)
-    kind = load_source(config.data.source).kind
+    kind = kind_of(config.data.source)
     vocab = weights["head.output.weight"].shape[0]
     (model,) = build_stages(config.model, vocab, 1, config.seed)
     model.load_state_dict(weights)

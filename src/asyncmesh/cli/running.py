@@ -74,10 +74,14 @@ def _run(config: Config, sample: bool) -> None:
         f" training tokens ({built.data.kind}); {config.mesh.stages} stages ×"
         f" {config.mesh.replicas} replicas, {config.averaging.method}, {config.optimizer.name}"
     )
-    with progress("training", config.train.updates) as show:
-        result = run_job(built.job, folder, show)
+    try:
+        with progress("training", config.train.updates) as show:
+            result = run_job(built.job, folder, show)
+    except BaseException:
+        folder.close()
+        raise
     folder.finish(result.summary)
-    if result.summary["updates"]:
+    if result.summary["updates"] and result.error is None:
         save(folder.path, result.summary["updates"], mean_weights(result.weights))
     print_summary(result.summary)
     if sample and result.error is None:
@@ -94,17 +98,31 @@ def _run_hollow(config: Config) -> None:
 
     from asyncmesh.cli.results import print_summary
     from asyncmesh.data.sources import load_source
+    from asyncmesh.observe.events import Event
+    from asyncmesh.observe.folder import RunFolder
+    from asyncmesh.observe.report import write_report
     from asyncmesh.observe.summary import SummaryBuilder
     from asyncmesh.simulator.language_model import stage_sizes, tokens_per_microbatch
     from asyncmesh.simulator.mesh import VirtualMesh
 
     vocab = config.model.vocab or load_source(config.data.source).needed_vocab
     builder = SummaryBuilder(config)
-    mesh = VirtualMesh(config, builder, sizes=stage_sizes(config, vocab))
+    # Large meshes make millions of events, so they are only written where that was asked for.
+    folder = RunFolder.new(config) if config.output_dir is not None else None
+
+    def emit(event: Event) -> None:
+        builder(event)
+        if folder is not None:
+            folder(event)
+
+    mesh = VirtualMesh(config, emit, sizes=stage_sizes(config, vocab))
     began_s = time.perf_counter()
     mesh.run()
     wall_s = time.perf_counter() - began_s
     summary: dict[str, Any] = builder.build("completed", wall_s, tokens_per_microbatch(config))
+    if folder is not None:
+        folder.finish(summary)
+        print(f"report: {write_report(folder.path)}")
     print_summary(summary)
     print(
         f"hollow: {mesh.inputs:,} protocol events in {wall_s:.1f} s"

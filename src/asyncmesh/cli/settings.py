@@ -49,11 +49,15 @@ def sorted_out(arguments: list[str]) -> tuple[list[str], list[str]]:
         argument = rest.pop(0)
         if not argument.startswith("--"):
             files.append(argument)
-        elif "=" not in argument and argument[2:] in setting_names() and rest:
+        elif _needs_value(argument) and rest and not rest[0].startswith("--"):
             assignments.append(f"{argument}={rest.pop(0)}")
         else:
             assignments.append(argument)
     return files, assignments
+
+
+def _needs_value(argument: str) -> bool:
+    return "=" not in argument and argument[2:].replace("-", "_") in setting_names()
 
 
 def print_config(layers: Layers, config: Config) -> None:

@@ -22,6 +22,7 @@ from asyncmesh.errors import ConfigError
 
 Batch = tuple[Tensor, Tensor]
 
+_VALIDATION_BATCH = 8  # at least: without gradients there is room, and fewer calls are quicker
 HELD_OUT_SHARE = 10  # the last tenth of the source is for validation if no file is given
 
 
@@ -60,21 +61,17 @@ class Dataset:
     validation_tokens: int
 
 
-def validation_batches(
-    tokens: Tokens, batches: int, microbatch_size: int, context: int
-) -> list[Batch]:
-    """Whole batches of sequences that lie evenly over the stream and never overlap.
+def validation_batches(tokens: Tokens, sequences: int, batch: int, context: int) -> list[Batch]:
+    """Sequences that lie evenly over the stream and never overlap, in batches of at most `batch`.
 
-    A short stream gives fewer batches, and one of fewer sequences if not even one is full.
+    Which sequences depends on neither `batch` nor the microbatch size, so runs that differ in those
+    are validated on the same text. A short stream has fewer.
     """
     _require_one_sequence(len(tokens), context, "validation")
-    available = len(tokens) // (context + 1)
-    full = min(batches, available // microbatch_size)
-    size = microbatch_size if full else available
-    count = max(full, 1) * size
+    count = min(sequences, len(tokens) // (context + 1))
     # Neighbours are at least floor(length / count) >= context + 1 tokens apart.
     offsets = [i * len(tokens) // count for i in range(count)]
-    return [_batch(tokens, offsets[i : i + size], context) for i in range(0, count, size)]
+    return [_batch(tokens, offsets[i : i + batch], context) for i in range(0, count, batch)]
 
 
 def open_data(config: Config) -> Dataset:
@@ -95,7 +92,9 @@ def open_data(config: Config) -> Dataset:
     size, context = config.pipeline.microbatch_size, config.model.context
     return Dataset(
         batches=Batches(train, config.seed, size, context),
-        validation=validation_batches(validation, config.train.eval_batches, size, context),
+        validation=validation_batches(
+            validation, config.train.eval_sequences, max(size, _VALIDATION_BATCH), context
+        ),
         vocab=vocab,
         kind=source.kind,
         train_tokens=len(train),

@@ -47,13 +47,18 @@ class TokenStream:
         return BYTES_VOCAB if self.kind == "bytes" else GPT2_VOCAB
 
 
+def kind_of(name: str) -> Kind:
+    """What a source holds, told from its name alone."""
+    return "gpt2" if name.endswith((".u16", ".u16.xz")) else "bytes"
+
+
 def load_source(name: str, setting: str = "data.source") -> TokenStream:
     """The stream that `setting` calls `name`; what is wrong with it is told in one line."""
     if name == BUILTIN:
         text = "\n".join(topics[key] for key in sorted(topics))
         return TokenStream(np.frombuffer(text.encode("utf-8"), dtype=np.uint8), "bytes", name)
     path = Path(name).expanduser()
-    kind: Kind = "gpt2" if path.name.endswith((".u16", ".u16.xz")) else "bytes"
+    kind = kind_of(name)
     try:
         tokens = _read(path, kind)
     except _UnusableError as problem:

@@ -202,7 +202,8 @@ class EventFiles:
             file.write("\n".join(self._lines[name]) + "\n")
         self._lines[name] = []
 
-    def close(self) -> None:
+    def flush(self) -> None:
+        """Write what is held back."""
         for name, lines in self._lines.items():
             if lines:
                 self._write(name)

@@ -1,7 +1,7 @@
 """A run's folder: who writes what into it, and when.
 
-Owns the names of the files. Invariant: everything is written as it happens, so a run that diverges
-or is interrupted leaves all it had recorded; `summary.json` is written last.
+Owns the names of the files. Invariant: events are written in blocks and at every validation, so a
+run that diverges or is interrupted leaves what it had recorded; `summary.json` is written last.
 """
 
 from __future__ import annotations
@@ -22,8 +22,14 @@ class RunFolder:
 
     def __init__(self, path: Path, config: Config, keep_events: bool = True) -> None:
         self.path = path
-        self.path.mkdir(parents=True, exist_ok=True)
-        (path / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            (path / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        except OSError as error:
+            reason = (error.strerror or "cannot be written").lower()
+            raise ConfigError(
+                "output_dir", str(path), reason, "choose a folder that can be written to"
+            ) from None
         self._events = EventFiles(path / "events") if keep_events else None
         self._hash = EventHash()
         self._metrics = Metrics(path / "metrics.jsonl", config)
@@ -46,14 +52,20 @@ class RunFolder:
     def __call__(self, event: Event) -> None:
         if self._events is not None:
             self._events(event)
+            if isinstance(event, Evaluation):
+                self._events.flush()
         self._hash(event)
         self._metrics(event)
 
+    def close(self) -> None:
+        """Write what is still held back, however the run ended."""
+        if self._events is not None:
+            self._events.flush()
+        self._metrics.close()
+
     def finish(self, summary: dict[str, Any]) -> None:
         """Write what is still held back, and the summary."""
-        if self._events is not None:
-            self._events.close()
-        self._metrics.close()
+        self.close()
         content = _strict(summary | {"event_hash": self._hash.hexdigest()})
         text = json.dumps(content, indent=2, allow_nan=False)
         (self.path / "summary.json").write_text(text + "\n", encoding="utf-8")
@@ -83,7 +95,7 @@ class Metrics:
                 self._write({"update": update, "seconds": event.time_s, "training_loss": mean})
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps(_strict(line), allow_nan=False) + "\n")
 
     def close(self) -> None:
         self._file.close()
@@ -118,6 +130,8 @@ def read_summary(path: Path) -> dict[str, Any]:
         summary: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputFileError(f"{file}: cannot be read ({error}); run again") from None
+    if not isinstance(summary, dict) or "status" not in summary:
+        raise InputFileError(f"{file}: is not the summary of a run; run again")
     return summary
 
 

@@ -154,7 +154,11 @@ class SummaryBuilder:
                 "optimizer": config.optimizer.name,
             },
             "seed": config.seed,
-            "updates": min(self._updates.values(), default=0),
+            "updates": min(
+                self._updates[stage, replica]
+                for stage in range(config.mesh.stages)
+                for replica in range(config.mesh.replicas)
+            ),
             "tokens": tokens,
             "final_val_loss": curve[-1].loss if curve else None,
             "best_val_loss": min((e.loss for e in curve if e.loss is not None), default=None),

@@ -53,11 +53,6 @@ class Worker:
         return cls(PipelinePlan.of(config, stage), AveragingPlan.of(config))
 
     @property
-    def version(self) -> int:
-        """Updates made so far."""
-        return self._pipeline.version
-
-    @property
     def waits_for_mean(self) -> bool:
         """True while an update is held up by a round."""
         return self._resume is not None

@@ -27,6 +27,8 @@ Progress = Callable[[int, float], None]  # update, loss
 _LOSSES_KEPT_ON_DEVICE = (
     64  # reading one would stop the GPU's queue; a divergence may wait that long
 )
+# Uneven replicas drift apart; weights of more validations than this are not kept for the slow ones.
+_OPEN_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class RunObserver(Observer):
     progress: Progress | None = None
     _pending: list[PendingLoss] = field(default_factory=list)
     _collected: dict[int, dict[tuple[int, int], Tensor]] = field(default_factory=dict)
+    _latest_s: dict[int, float] = field(default_factory=dict)
+    _given_up: set[int] = field(default_factory=set)
     _constants: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # of replica 0
 
     def loss(self, time_s: float, worker: VirtualWorker, microbatch: int, loss: Tensor) -> None:
@@ -74,13 +78,17 @@ class RunObserver(Observer):
             )
 
     def _check_finite(self, pending: PendingLoss, value: float) -> None:
-        if math.isfinite(value):
-            return
+        if not math.isfinite(value):
+            update = pending.microbatch // self.config.pipeline.accumulation + 1
+            raise self._divergence(
+                f"the training loss of replica {pending.replica} became {value} before update"
+                f" {update}"
+            )
+
+    def _divergence(self, what: str) -> DivergedError:
         rate = self.config.optimizer.learning_rate
-        update = pending.microbatch // self.config.pipeline.accumulation + 1
-        raise DivergedError(
-            f"optimizer.learning_rate = {rate:g}: the training loss of replica {pending.replica}"
-            f" became {value} before update {update}, and a loss must be finite; try"
+        return DivergedError(
+            f"optimizer.learning_rate = {rate:g}: {what}, and it must be finite; try"
             f" optimizer.learning_rate={rate / 10:g} or a longer optimizer.warmup_updates"
         )
 
@@ -89,14 +97,19 @@ class RunObserver(Observer):
         mesh, last = self.config.mesh, update == self.config.train.updates
         if worker.engine is None or not (self.validation or last):
             return
+        if update not in self._collected and not last and len(self._collected) >= _OPEN_AT_ONCE:
+            self._given_up.add(update)
+        if update in self._given_up:
+            return
         collected = self._collected.setdefault(update, {})
         collected[worker.stage, worker.replica] = worker.engine.newest_weights()
+        self._latest_s[update] = max(time_s, self._latest_s.get(update, 0.0))
         if worker.replica == 0:
             self._constants[worker.stage] = worker.engine.constants
         if len(collected) == mesh.stages * mesh.replicas:
             self.flush()
             del self._collected[update]
-            self._evaluate(time_s, update, last, collected)
+            self._evaluate(self._latest_s.pop(update), update, last, collected)
 
     def _evaluate(
         self, time_s: float, update: int, last: bool, weights: Mapping[tuple[int, int], Tensor]
@@ -114,16 +127,20 @@ class RunObserver(Observer):
         tokens = microbatches * self.tokens_per_microbatch()
         distance = consensus_distance(replicas, means)
         self.emit(Evaluation(time_s, update, tokens, loss, of_replicas, distance))
+        if not math.isfinite(distance) or (loss is not None and not math.isfinite(loss)):
+            what = "the validation loss" if loss is not None else "a weight"
+            raise self._divergence(f"{what} is not finite after update {update}")
 
     def _validation_loss(self, weights: Sequence[Tensor]) -> float:
-        """Mean over the validation batches of the loss of a whole model."""
-        total = torch.zeros((), dtype=torch.float64)
+        """Mean over the validation batches, by their targets, of the loss of a whole model."""
+        total, targets = torch.zeros((), dtype=torch.float64), 0
         for batch, target in self.validation:
             x = batch
             for stage, (program, flat) in enumerate(zip(self.programs, weights, strict=True)):
                 x = program.evaluate(flat, self._constants[stage], x, target)
-            total += x.double().cpu()
-        return float(total) / len(self.validation)
+            total += x.double().cpu() * target.numel()
+            targets += target.numel()
+        return float(total) / targets
 
 
 def consensus_distance(replicas: Sequence[Sequence[Tensor]], means: Sequence[Tensor]) -> float:

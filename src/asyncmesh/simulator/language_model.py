@@ -47,12 +47,12 @@ def language_model_job(config: Config) -> LanguageModelJob:
 def stage_sizes(config: Config, vocab: int) -> Sizes:
     """What a hollow mesh needs to know, without allocating the model."""
     stages, model = config.mesh.stages, config.model
-    wire = config.pipeline.wire_dtype
-    width = 2 if "bfloat16" in (wire, config.train.dtype) and wire != "float32" else 4
+    # Under bfloat16 autocast the residual stream between blocks stays float32.
+    width = 2 if config.pipeline.wire_dtype == "bfloat16" else weights_width(config)
     activation = config.pipeline.microbatch_size * model.context * model.width * width
     parts = [build_stage(model, vocab, stages, s, config.seed, "meta") for s in range(stages)]
     coordinates = [sum(p.numel() for p in part.parameters()) for part in parts]
-    return Sizes([activation] * (stages - 1), coordinates)
+    return Sizes([activation] * (stages - 1), coordinates, weights_width(config))
 
 
 def tokens_per_microbatch(config: Config) -> int:

@@ -72,25 +72,25 @@ class RingLink:
 
     def __init__(self, config: Config) -> None:
         links, edges = config.links, max(1, config.mesh.stages - 1)
-        self._replicas = config.mesh.replicas
         bandwidth = links.averaging_bandwidth_mbps
         if bandwidth is None:
             given = [b for b in _per_edge(links.bandwidth_mbps, edges) if b is not None]
             bandwidth = min(given, default=None)
         latency = links.averaging_latency_ms
         if latency is None:
-            latency = max(given or 0.0 for given in _per_edge(links.latency_ms, edges))
+            latencies = _per_edge(links.latency_ms, edges)
+            latency = max((given or 0.0 for given in latencies), default=0.0)
         self._bytes_per_s = None if bandwidth is None else bandwidth * _MEGABIT
         self._latency_s = latency / 1e3
         self._free_s = 0.0
 
-    def bytes_sent(self, payload: int) -> int:
-        """What each replica sends for one round."""
-        return 2 * (self._replicas - 1) * payload // self._replicas
+    def bytes_sent(self, payload: int, members: int) -> int:
+        """What each member sends for one round."""
+        return 2 * (members - 1) * payload // members
 
-    def reduce(self, now_s: float, payload: int) -> float:
+    def reduce(self, now_s: float, payload: int, members: int) -> float:
         """When the mean of a round that is complete now has arrived everywhere."""
         self._free_s = max(self._free_s, now_s)
         if self._bytes_per_s is not None:
-            self._free_s += self.bytes_sent(payload) / self._bytes_per_s
-        return self._free_s + 2 * (self._replicas - 1) * self._latency_s
+            self._free_s += self.bytes_sent(payload, members) / self._bytes_per_s
+        return self._free_s + 2 * (members - 1) * self._latency_s

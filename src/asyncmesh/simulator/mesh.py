@@ -66,6 +66,7 @@ class Sizes:
 
     activation_bytes: Sequence[int]  # of a microbatch, by pipeline edge
     coordinates: Sequence[int]  # by stage
+    weight_width: int = 4  # bytes of a coordinate
 
 
 @dataclass(eq=False, slots=True)
@@ -83,6 +84,7 @@ class VirtualWorker:
     downstream: VirtualWorker | None = None
     upstream: VirtualWorker | None = None
     free_s: float = 0.0
+    boundary_s: float = 0.0  # when its newest version was ready
     finished: bool = False
     evaluate_after: int | None = None
     activations: dict[int, Tensor] = field(default_factory=dict)
@@ -91,16 +93,26 @@ class VirtualWorker:
 
 
 @dataclass(eq=False)
+class OpenRound:
+    """A round that not all have joined yet. It begins when the last one has."""
+
+    coordinates: int
+    size: int
+    latest_s: float = 0.0
+    offers: dict[int, Tensor | None] = field(default_factory=dict)  # by replica
+
+
+@dataclass(eq=False)
 class RoundGroup:
-    """The replicas of one stage, where their rounds meet."""
+    """The replicas of one stage, where their rounds meet. Who has finished takes part no more."""
 
     link: RingLink
     coordinates: int
     width: int
     workers: list[VirtualWorker] = field(default_factory=list)
-    offers: dict[int, list[Tensor | None]] = field(default_factory=dict)
-    joined: dict[int, int] = field(default_factory=dict)
-    means: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # and who still needs it
+    open: dict[int, OpenRound] = field(default_factory=dict)
+    # The mean, how many contributed to it, and how many have yet to merge it.
+    means: dict[int, tuple[Tensor | None, int, int]] = field(default_factory=dict)
 
 
 class Observer:
@@ -134,7 +146,6 @@ class VirtualMesh:
         self._queue: list[tuple[float, int, VirtualWorker, Input]] = []
         self._caused = 0
         self.inputs = 0  # handled by state machines so far
-        self.now_s = 0.0
         self._wire = torch.bfloat16 if config.pipeline.wire_dtype == "bfloat16" else None
         self._targets: dict[tuple[int, int], Tensor] = {}
         self.workers = self._build(engines, stage_costs)
@@ -157,7 +168,7 @@ class VirtualMesh:
     ) -> list[VirtualWorker]:
         config = self._config
         stages, replicas = config.mesh.stages, config.mesh.replicas
-        width = 2 if config.averaging.wire_dtype == "bfloat16" else 4
+        width = 2 if config.averaging.wire_dtype == "bfloat16" else self._sizes.weight_width
         groups = [RoundGroup(RingLink(config), n, width) for n in self._sizes.coordinates]
         workers = []
         for replica in range(replicas):
@@ -191,13 +202,12 @@ class VirtualMesh:
         queue, meaning, pop = self._queue, self._meaning, heapq.heappop
         while queue:
             now_s, _, worker, happened = pop(queue)
-            self.now_s = now_s
             self.inputs += 1
             at_s = worker.free_s if worker.free_s > now_s else now_s
             for action in worker.machine.on_event(happened):
                 at_s = meaning[type(action)](worker, action, at_s)
             if worker.evaluate_after is not None and not worker.machine.waits_for_mean:
-                self._observer.boundary(at_s, worker, worker.evaluate_after)
+                self._observer.boundary(worker.boundary_s, worker, worker.evaluate_after)
                 worker.evaluate_after = None
         unfinished = [w for w in self.workers if not w.finished]
         if unfinished:
@@ -261,7 +271,7 @@ class VirtualMesh:
         train = self._config.train
         if action.update % train.eval_every == 0 or action.update == train.updates:
             worker.evaluate_after = action.update
-        worker.free_s = end_s
+        worker.free_s = worker.boundary_s = end_s
         return end_s
 
     def _send_activation(self, worker: VirtualWorker, action: SendActivation, at_s: float) -> float:
@@ -298,54 +308,60 @@ class VirtualMesh:
         return sent.to(tensor.dtype), sent.numel() * sent.element_size()
 
     def _start_round(self, worker: VirtualWorker, action: StartRound, at_s: float) -> float:
-        round_, group, classes = action.round, worker.group, self._config.classes
-        coordinates = -(-group.coordinates // classes)
-        size = coordinates * group.width
-        offer = None
+        number, group = action.round, worker.group
+        coordinates = -(-group.coordinates // self._config.classes)
+        size, offer = coordinates * group.width, None
         if worker.engine is not None:
-            offer = worker.engine.snapshot(round_)
+            offer = worker.engine.snapshot(number)
             coordinates, size = offer.numel(), offer.numel() * offer.element_size()
         stage, replica = worker.stage, worker.replica
-        self._emit(Snapshot(at_s, stage, replica, round_, action.update, coordinates))
-        offers = group.offers.setdefault(round_, [None] * len(group.workers))
-        offers[replica] = offer
-        group.joined[round_] = group.joined.get(round_, 0) + 1
-        if group.joined[round_] == len(group.workers):
-            self._complete_round(group, round_, at_s, size)
+        self._emit(Snapshot(at_s, stage, replica, number, action.update, coordinates))
+        opened = group.open.setdefault(number, OpenRound(coordinates, size))
+        opened.offers[replica] = offer
+        opened.latest_s = max(opened.latest_s, at_s)
+        self._complete_rounds(group)
         return at_s
 
-    def _complete_round(self, group: RoundGroup, round_: int, at_s: float, size: int) -> None:
-        del group.joined[round_]
-        offers = [offer for offer in group.offers.pop(round_) if offer is not None]
-        if offers:
-            group.means[round_] = (mean_in_order(offers), len(group.workers))
-        arrival_s = group.link.reduce(at_s, size)
-        sent = group.link.bytes_sent(size)
-        for peer in group.workers:
-            message = (peer.stage, peer.replica, "data", "average", round_, sent)
-            self._emit(Message(at_s, arrival_s, *message))
-            self._cause(arrival_s, peer, MeanReceived(round_))
+    def _complete_rounds(self, group: RoundGroup) -> None:
+        """Every open round that all have joined who still run; one alone has nobody to ask."""
+        for number, opened in list(group.open.items()):
+            joined = opened.offers.keys()
+            if len(joined) > 1 and all(w.finished or w.replica in joined for w in group.workers):
+                del group.open[number]
+                self._complete_round(group, number, opened)
+
+    def _complete_round(self, group: RoundGroup, number: int, opened: OpenRound) -> None:
+        offers = [offer for _, offer in sorted(opened.offers.items()) if offer is not None]
+        members = [w for w in group.workers if w.replica in opened.offers]
+        mean = mean_in_order(offers) if offers else None
+        group.means[number] = (mean, len(members), sum(not w.finished for w in members))
+        arrival_s = group.link.reduce(opened.latest_s, opened.size, len(members))
+        sent = group.link.bytes_sent(opened.size, len(members))
+        for peer in members:
+            message = (peer.stage, peer.replica, "data", "average", number, sent)
+            self._emit(Message(opened.latest_s, arrival_s, *message))
+            if not peer.finished:
+                self._cause(arrival_s, peer, MeanReceived(number))
 
     def _skip_round(self, worker: VirtualWorker, action: SkipRound, at_s: float) -> float:
         self._emit(Skip(at_s, worker.stage, worker.replica, action.update))
         return at_s
 
     def _merge_round(self, worker: VirtualWorker, action: MergeRound, at_s: float) -> float:
-        round_, update, delay = action
-        group = worker.group
-        if worker.engine is not None:
-            mean, needed_by = group.means[round_]
-            worker.engine.merge(round_, mean, update)
-            group.means[round_] = (mean, needed_by - 1)
-            if needed_by == 1:
-                del group.means[round_]
-        contributors = len(group.workers)
-        merged = (worker.stage, worker.replica, round_, update, delay, contributors)
+        number, update, delay = action
+        mean, contributors, needed_by = worker.group.means.pop(number)
+        if needed_by > 1:
+            worker.group.means[number] = (mean, contributors, needed_by - 1)
+        if worker.engine is not None and mean is not None:
+            worker.engine.merge(number, mean, update)
+        merged = (worker.stage, worker.replica, number, update, delay, contributors)
         self._emit(Merge(at_s, *merged))
+        worker.boundary_s = at_s
         return at_s
 
     def _finish(self, worker: VirtualWorker, _: Finish, at_s: float) -> float:
         worker.finished = True
+        self._complete_rounds(worker.group)
         return at_s
 
     def report_memory(self) -> None:

@@ -201,6 +201,8 @@ def simulate_modules(
     if result.error is not None:
         result.error.result = result
         raise result.error
+    if result.summary["status"] == "interrupted":
+        raise KeyboardInterrupt
     return result
 
 
