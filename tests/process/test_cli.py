@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +110,13 @@ MISTAKES = [
     (["compare", "--over", "averaging.method"], "write --over section.key=A,B,C"),
     (["compare", "--case", "a: averaging.method=adamw"], 'averaging.method = "adamw"'),
     (["inspect", "schedule", "--schedule=zigzag"], 'pipeline.schedule = "zigzag"'),
+    (["inspect", "schedule", "--stages=x"], "--stages"),
+    (["no-such-command"], "no-such-command"),
+    (["simulate", "--output_dir=/proc/none"], 'output_dir = "/proc/none"'),
+    (["compare", "--over", "averaging.method=none,sparta", "--mesh.stages=9"], "mesh.stages = 9"),
+    (["compare", "--case", "A: seed=1", "--case", "a: seed=2"], "would share a folder"),
+    (["compare", "--preset=data-axis", "--seeds=0,0"], "has a seed twice"),
+    (["train", "--train.updates=true"], "train.updates = True"),
 ]
 
 
@@ -123,7 +131,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert lines[0].startswith("asyncmesh: ")
     assert told in lines[0]
     assert ";" in lines[0]  # …; and a fix
-    assert not list(tmp_path.iterdir())  # nothing is left of a run that never began
+    assert not list(tmp_path.rglob("*.*"))  # nothing is left of a run that never began
 
 
 def test_a_run_that_diverges_ends_with_1_and_keeps_what_it_has(tmp_path: Path) -> None:
@@ -136,6 +144,46 @@ def test_a_run_that_diverges_ends_with_1_and_keeps_what_it_has(tmp_path: Path) -
     assert summary["status"] == "diverged"
     assert list((tmp_path / "run" / "events").iterdir())
     assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_a_comparison_of_broken_tables(tmp_path: Path) -> None:
+    for table, told in (
+        ("seeds = 0", "compare.seeds = 0"),
+        ('basline = "x"', "a [compare] table has title, baseline"),
+        ("cases.a = 3", "compare.cases.a = 3"),
+    ):
+        (tmp_path / "c.toml").write_text(f"[compare]\n{table}\n")
+        done = asyncmesh("compare", "c.toml", folder=tmp_path)
+        assert done.returncode == 2
+        assert told in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_another_method_over_a_preset_does_not_inherit_its_delay(tmp_path: Path) -> None:
+    done = asyncmesh("train", "--averaging.method=sparta", "--print-config", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert any(line.startswith("delay = 0") for line in done.stdout.splitlines())
+
+
+def test_ctrl_c_keeps_what_there_is(tmp_path: Path) -> None:
+    long = ["--train.updates=100000", "--train.eval_every=10", "--output_dir=run"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "asyncmesh", "simulate", *TINY, *long],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    metrics = tmp_path / "run" / "events" / "mesh.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size) and process.poll() is None:
+        os.sched_yield()
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert told.strip() == "asyncmesh: interrupted"
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert 0 < summary["updates"] < 100000
 
 
 def test_a_folder_with_something_in_it_is_not_overwritten(run: Path) -> None:

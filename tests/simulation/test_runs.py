@@ -191,3 +191,70 @@ def test_the_same_seed_gives_the_same_hash_and_another_seed_does_not() -> None:
 
     assert len({digest(3) for _ in range(20)}) == 1
     assert digest(3) != digest(4)
+
+
+class SharedFrozen(nn.Module):
+    """A frozen tensor under two names, and a buffer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(tiny.WIDTH, tiny.WIDTH, dtype=torch.float64)
+        self.two = nn.Linear(tiny.WIDTH, tiny.WIDTH, dtype=torch.float64)
+        self.two.weight = self.one.weight
+        self.one.weight.requires_grad_(False)
+        mask = torch.linspace(0, 1, tiny.WIDTH, dtype=torch.float64)
+        self.register_buffer("mask", mask)
+        self.two.register_buffer("mask", mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = self.two.get_buffer("mask")
+        y: Tensor = self.two(torch.tanh(self.one(x)) * mask) * self.get_buffer("mask")
+        return y
+
+
+def test_tensors_that_are_held_twice_and_not_trained() -> None:
+    torch.manual_seed(0)
+    module = SharedFrozen()
+    result = run([module], tiny.settings(mesh={"stages": 1, "replicas": 1}))
+    x, target = tiny.batch(0, 0)
+    expected = tiny.squared_error(module(x), target).item()
+    assert result.summary["train_curve"][0]["loss"] == pytest.approx(expected, rel=1e-12)
+    twin = SharedFrozen()
+    twin.load_state_dict(result.weights[0][0])
+    assert torch.equal(twin.one.weight, module.one.weight)
+
+
+def test_a_last_update_that_explodes_is_a_divergence() -> None:
+    optimizer = {"name": "sgd", "beta1": 0.0, "learning_rate": 1e308, "max_grad_norm": 0}
+    optimizer |= {"warmup_updates": 0, "schedule": "constant"}
+    values = tiny.settings(train={"updates": 1}, optimizer=optimizer)
+    values["optimizer"]["weight_decay"] = 1e10
+    with pytest.raises(DivergedError, match="a weight is not finite after update 1"):
+        run(tiny.stages(2), values)
+
+
+def test_a_loss_that_is_no_number_is_told() -> None:
+    config = Config.from_dict(tiny.settings())
+    with pytest.raises(StageError, match=r"the loss returned a tensor of shape \(4, 6\)"):
+        simulate_modules(tiny.stages(2), lambda o, t: (o - t) ** 2, tiny.batch, config)
+
+
+@pytest.mark.parametrize("method", ["sparta", "diloco", "async-overwrite", "async-ema"])
+def test_a_coarse_wire_does_not_coarsen_weights_that_agree(method: str) -> None:
+    """Replicas that see the same data agree, so averaging them must change nothing."""
+
+    def same(replica: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        return tiny.batch(0, microbatch)
+
+    def weights(wire: str) -> dict[str, Tensor]:
+        averaging = {"method": method, "wire_dtype": wire, "interval": 1}
+        averaging |= {"outer_learning_rate": 1.0, "outer_momentum": 0.0}
+        values = tiny.settings(train={"updates": 30}, averaging=averaging)
+        if method.startswith("async"):
+            averaging["delay"] = 0
+        config = Config.from_dict(values)
+        return simulate_modules(tiny.stages(2), tiny.squared_error, same, config).weights[0][0]
+
+    full, coarse = weights("auto"), weights("bfloat16")
+    for name in full:
+        assert torch.allclose(full[name], coarse[name], rtol=0, atol=1e-9)

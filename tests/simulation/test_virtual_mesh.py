@@ -8,10 +8,12 @@ import pytest
 
 import tiny
 from asyncmesh import Config, simulate_modules
-from asyncmesh.observe.events import Backward, Event, Merge, Message, Update
+from asyncmesh.observe.events import Backward, Event, Merge, Message, Snapshot, Update
 from asyncmesh.observe.summary import SummaryBuilder
+from asyncmesh.simulator.language_model import language_model_job, stage_sizes
 from asyncmesh.simulator.links import Link, RingLink
 from asyncmesh.simulator.mesh import Sizes, VirtualMesh
+from asyncmesh.simulator.run import run_job
 
 
 def hollow(**sections: dict[str, Any]) -> tuple[list[Event], dict[str, Any]]:
@@ -203,3 +205,65 @@ def test_the_wire_can_be_bfloat16_on_both_axes() -> None:
     for name, value in full.weights[0][0].items():
         difference = (rounded.weights[0][0][name] - value).abs().max()
         assert 0 < difference < 0.02
+
+
+def test_a_round_begins_when_the_last_snapshot_was_taken() -> None:
+    events, _ = hollow(
+        train={"updates": 40},
+        mesh={"stages": 2, "replicas": 3},
+        averaging={"method": "sparta"},
+        compute={"jitter": 0.5, "update_ms": 5.0},
+    )
+    latest: dict[tuple[int, int], float] = {}
+    for event in events:
+        if isinstance(event, Snapshot):
+            key = event.stage, event.round
+            latest[key] = max(latest.get(key, 0.0), event.time_s)
+    averages = [e for e in events if isinstance(e, Message) and e.axis == "data"]
+    assert averages
+    assert all(e.sent_s == latest[e.stage, e.number] for e in averages)
+
+
+def test_who_has_finished_takes_part_in_no_more_rounds() -> None:
+    events, summary = hollow(
+        train={"updates": 60},
+        mesh={"stages": 1, "replicas": 3},
+        averaging={"method": "async-delta", "delay": "emergent"},
+        compute={"replica_slowdown": [1.0, 4.0, 4.0]},
+    )
+    merges = [e for e in events if isinstance(e, Merge)]
+    assert {e.contributors for e in merges} == {2, 3}
+    last = {r: max(e.update for e in merges if e.replica == r) for r in range(3)}
+    assert last[1] == last[2] == 60  # the two slow ones go on with each other
+    assert summary["rounds"]["completed"] == len(merges)
+
+
+@pytest.mark.parametrize(
+    ("averaging", "dtype"),
+    [
+        ({"method": "allreduce", "fraction": 0.05}, "float32"),
+        ({"method": "async-delta", "delay": 2}, "float32"),
+        ({"method": "async-delta", "delay": 2}, "float64"),
+        ({"method": "async-delta", "delay": 2, "wire_dtype": "bfloat16"}, "bfloat16"),
+    ],
+)
+def test_a_hollow_mesh_counts_the_bytes_of_a_numeric_one(
+    averaging: dict[str, Any], dtype: str
+) -> None:
+    config = Config.from_dict(
+        {
+            "train": {"updates": 6, "dtype": dtype, "device": "cpu"},
+            "mesh": {"stages": 2, "replicas": 2},
+            "averaging": averaging,
+            "pipeline": {"microbatch_size": 2},
+            "model": {"layers": 2, "width": 16, "heads": 2, "context": 8},
+        }
+    )
+    numeric = run_job(language_model_job(config).job, lambda event: None)
+    builder = SummaryBuilder(config)
+    VirtualMesh(config, builder, sizes=stage_sizes(config, 256)).run()
+    counted = builder.build("completed", 1.0, 1)["bytes_sent"]
+    for worker, sent in numeric.summary["bytes_sent"].items():
+        assert counted[worker]["pipeline"] == sent["pipeline"]
+        # A class of a cycle may be one coordinate smaller than the largest.
+        assert counted[worker]["data"] == pytest.approx(sent["data"], rel=0.01)

@@ -21,8 +21,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from asyncmesh.cli.settings import PASS_SETTINGS_ON, Preset, Settings, sorted_out
+from asyncmesh.cli.settings import (
+    PASS_SETTINGS_ON,
+    Preset,
+    PrintConfig,
+    Settings,
+    print_config,
+    sorted_out,
+)
 from asyncmesh.config import Config
 from asyncmesh.configuration import (
     Layers,
@@ -90,28 +98,54 @@ def compare(
     only: Annotated[str | None, typer.Option(help="Run cases whose name has this in it.")] = None,
     output: Annotated[Path | None, typer.Option(help="Default: comparisons/NAME.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time.")] = None,
+    show_config: PrintConfig = False,
 ) -> None:
     """Run several methods on the same work; writes a table and a plot."""
     files, assignments = sorted_out(settings or [])
     path = Path(files[0]) if files else None
     layers = collect(preset, path, assignments)
-    layers.config()  # a mistake in the common settings is told before anything else
+    config = layers.config()  # a mistake in the common settings is told before anything else
+    if show_config:
+        return print_config(layers, config)
     given = _given(preset, path)
     plan = _plan(given, case or [], over or [], grid or [], seeds, baseline, only)
     folder = output or Path("comparisons") / (path.stem if path else preset or "compare")
     tasks = list(_tasks(plan, layers, folder))
     summaries = _run_all(tasks, jobs or _default_jobs(tasks[0].config))
-    _present(plan, layers, summaries, folder)
+    return _present(plan, summaries, folder)
 
 
-def _given(preset: str | None, path: Path | None) -> Nested:
+class CompareTable(BaseModel):
+    """The [compare] table of a file or a preset."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    title: str = "Comparison"
+    baseline: str | None = None
+    seeds: list[int] = [0]
+    grid: dict[str, list[Any]] = {}
+    cases: dict[str, Nested] = {}
+
+
+def _given(preset: str | None, path: Path | None) -> CompareTable:
     """The [compare] table of the preset and the file, the file's over the preset's."""
     given: Nested = dict(read_preset(preset).get("compare", {})) if preset else {}
-    return given | (read_toml(path).get("compare", {}) if path else {})
+    given |= read_toml(path).get("compare", {}) if path else {}
+    try:
+        return CompareTable.model_validate(given)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        setting = ".".join(["compare", *map(str, detail["loc"])])
+        keys = ", ".join(CompareTable.model_fields)
+        raise ConfigError(
+            setting,
+            detail["input"],
+            detail["msg"].replace("Input should be", "must be"),
+            f"a [compare] table has {keys}",
+        ) from None
 
 
 def _plan(
-    given: Nested,
+    given: CompareTable,
     case: list[str],
     over: list[str],
     grid: list[str],
@@ -119,10 +153,11 @@ def _plan(
     baseline: str | None,
     only: str | None,
 ) -> Plan:
-    cases: dict[str, Assignments] = {
-        name: flattened(values) for name, values in given.get("cases", {}).items()
-    }
-    cases |= dict(_parse_case(text) for text in case)
+    cases: dict[str, Assignments] = {n: flattened(values) for n, values in given.cases.items()}
+    for name, settings in map(_parse_case, case):
+        if name in cases:
+            raise ConfigError("--case", name, "is there already", "give every case its own name")
+        cases[name] = settings
     cases = _crossed(cases, [_parse_choices(text, "--over") for text in over])
     if only is not None:
         cases = {name: values for name, values in cases.items() if only in name}
@@ -133,22 +168,32 @@ def _plan(
             "leaves nothing to compare",
             'give cases, e.g. --over averaging.method=sparta,async-ema or --preset "data-axis"',
         )
-    baseline = baseline or given.get("baseline")
+    _check_names(cases)
+    baseline = baseline or given.baseline
     if baseline is not None and baseline not in cases:
         if only is None:
             raise ConfigError(
                 "--baseline", baseline, "is not one of the cases", f"choose from {', '.join(cases)}"
             )
         baseline = None
-    chosen = dict(given.get("grid", {}))
-    chosen |= dict(_parse_choices(text, "--grid") for text in grid)
-    return Plan(
-        title=given.get("title", "Comparison"),
-        cases=cases,
-        grid=chosen,
-        seeds=_parse_seeds(seeds) if seeds else given.get("seeds", [0]),
-        baseline=baseline,
-    )
+    chosen = given.grid | dict(_parse_choices(text, "--grid") for text in grid)
+    return Plan(given.title, cases, chosen, _parse_seeds(seeds, given.seeds), baseline)
+
+
+def _check_names(cases: Mapping[str, Assignments]) -> None:
+    """Two cases may not share a folder."""
+    folders: dict[str, str] = {}
+    for name in cases:
+        other = folders.setdefault(_slug(name), name)
+        if other != name:
+            raise ConfigError(
+                "--case", name, f'would share a folder with "{other}"', "choose another name"
+            )
+
+
+def _slug(name: str) -> str:
+    """A case's folder."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def _parse_case(text: str) -> tuple[str, Assignments]:
@@ -167,11 +212,14 @@ def _parse_choices(text: str, option: str) -> tuple[str, list[Any]]:
     return name, [parse_assignment(f"{name}={value}")[1] for value in values.split(",")]
 
 
-def _parse_seeds(text: str) -> list[int]:
+def _parse_seeds(text: str | None, given: list[int]) -> list[int]:
     try:
-        return [int(part) for part in text.split(",")]
+        seeds = given if text is None else [int(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError("--seeds", text, "must be whole numbers", "try --seeds=0,1,2") from None
+    if len(set(seeds)) < len(seeds):
+        raise ConfigError("--seeds", text, "has a seed twice", "give different ones")
+    return seeds
 
 
 def _crossed(
@@ -196,8 +244,7 @@ def _tasks(plan: Plan, layers: Layers, folder: Path) -> Iterator[RunTask]:
                 mine.add(settings, f"case {name}")
                 mine.add(point, "grid")
                 mine.add({"seed": seed}, "seeds")
-                slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-                run = folder / slug / f"seed-{seed}"
+                run = folder / _slug(name) / f"seed-{seed}"
                 if plan.grid:
                     chosen = "_".join(f"{k.rpartition('.')[2]}-{v}" for k, v in point.items())
                     run = run.with_name(f"{chosen}_seed-{seed}")
@@ -258,7 +305,6 @@ def run_task(task: RunTask, threads: int) -> dict[str, Any]:
 
 def _present(
     plan: Plan,
-    layers: Layers,
     summaries: Mapping[tuple[str, int, int], dict[str, Any]],
     folder: Path,
 ) -> None:
