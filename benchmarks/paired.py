@@ -7,6 +7,7 @@ all of them.
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 from collections.abc import Callable
@@ -20,15 +21,20 @@ RESULTS = Path(__file__).parent / "results"
 
 def ratios(a: Callable[[], float], b: Callable[[], float], repetitions: int) -> dict[str, Any]:
     """seconds of `b` over seconds of `a`, pair by pair, after one pair to warm up."""
-    a()
-    b()
+
+    def turn(work: Callable[[], float]) -> float:
+        gc.collect()  # what the turn before left behind is not this one's cost
+        return work()
+
+    turn(a)
+    turn(b)
     pairs = []
     for repetition in range(repetitions):
         # Which one comes first changes, so that neither always gets the quieter moment.
         if repetition % 2:
-            seconds_b, seconds_a = b(), a()
+            seconds_b, seconds_a = turn(b), turn(a)
         else:
-            seconds_a, seconds_b = a(), b()
+            seconds_a, seconds_b = turn(a), turn(b)
         pairs.append((seconds_a, seconds_b))
         print(f"  {seconds_a:.3f} s  {seconds_b:.3f} s  ratio {seconds_b / seconds_a:.3f}")
     measured = [second / first for first, second in pairs]

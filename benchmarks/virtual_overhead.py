@@ -29,7 +29,7 @@ PRESETS = {
         "model": {"layers": 8, "width": 320, "heads": 5, "context": 256, "vocab": 256},
     },
     "gpu": {
-        "train": {"updates": 60, "device": "cuda", "dtype": "bfloat16", "compile": True},
+        "train": {"updates": 150, "device": "cuda", "dtype": "bfloat16", "compile": True},
         "pipeline": {"microbatch_size": 8},
         "model": {"layers": 12, "width": 768, "heads": 12, "context": 1024, "vocab": 50257},
     },
@@ -83,7 +83,7 @@ class PlainLoop:
             loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(self.module.parameters(), self.config.optimizer.max_grad_norm)
             self.optimizer.step()
-        float(loss)
+        float(loss.detach())
         _wait(self.device)
         return time.perf_counter() - began_s
 

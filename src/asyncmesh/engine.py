@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +68,7 @@ class StageProgram:
         self._training = copy.deepcopy(module).to("meta")
         self._evaluating = copy.deepcopy(self._training).eval()
         self._bfloat16 = config.train.dtype == "bfloat16"
-        self.run = torch.compile(self._run) if config.train.compile else self._run
+        self.run = _compiled(self._run) if config.train.compile else self._run
 
     def initial_weights(self) -> Tensor:
         """A new flat buffer with the module's own parameters."""
@@ -196,11 +197,12 @@ class Engine:
         grads: list[Tensor | None] = [None] * len(wanted)
         if flight.output.requires_grad and gradient is not None and wanted:
             gradient = gradient.to(self.program.device, non_blocking=True)
-            grads = list(
-                torch.autograd.grad(
+            # A hand-over to autograd's own thread for the device costs more than it brings here.
+            with torch.autograd.set_multithreading_enabled(False):
+                computed = torch.autograd.grad(
                     flight.output, wanted, gradient.to(flight.output.dtype), allow_unused=True
                 )
-            )
+            grads = list(computed)
         input_gradient = grads.pop(0) if flight.x.requires_grad else None
         self._accumulate(grads)
         self.pool.release(flight.version)
@@ -224,7 +226,7 @@ class Engine:
         """Make the next version from the mean gradient; returns the learning rate used."""
         newest, blank = self.pool.newest, self.pool.blank()
         lr = self._learning_rate(newest.number + 1)
-        clip_(self._gradient, self.program.layout, self._max_norm)
+        clip_(self._gradient, self._gradient_views, self._max_norm)
         with torch.no_grad():
             self._optimizer.apply(blank.flat, newest.flat, self._gradient, lr)
         self.pool.publish(blank)
@@ -306,6 +308,17 @@ class Engine:
     def _averaging_bytes_now(self) -> int:
         state = {**self._agreement.state(), **self._correction.state()}
         return sum(map(_bytes, [*state.values(), *self._sent.values()]))
+
+
+def _compiled(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`method` compiled, apart from all other stages.
+
+    torch.compile keeps its variants by code object, tries them one after another at every call, and
+    gives up at eight of them; with a code object of its own, a stage has nothing to try but itself.
+    """
+    function = method.__func__  # type: ignore[attr-defined]
+    own = FunctionType(function.__code__.replace(), function.__globals__)
+    return torch.compile(MethodType(own, method.__self__))  # type: ignore[attr-defined]
 
 
 def _aliases(module: nn.Module) -> dict[str, str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,27 +110,14 @@ def run_job(
         digests=job.digests,
     )
     began_s = time.perf_counter()
-    with _compiler_limits(config):
-        status, error = _run_and_name_the_end(mesh, observer)
+    status, error = _run_and_name_the_end(mesh, observer)
+    wall_s = time.perf_counter() - began_s
     mesh.report_memory()
     return Result(
         weights=[[engine.named_weights() for engine in row] for row in engines],
-        summary=summary.build(status, time.perf_counter() - began_s, batches.tokens),
+        summary=summary.build(status, wall_s, batches.tokens),
         error=error,
     )
-
-
-def _compiler_limits(config: Config) -> AbstractContextManager[object]:
-    """Lets torch.compile keep a variant for every stage.
-
-    It counts variants by code object, which all stages share, and silently stops compiling at 8.
-    """
-    if not config.train.compile:
-        return nullcontext()
-    import torch._dynamo.config as compiler  # noqa: PLC0415 - seconds to import, and seldom needed
-
-    limit = max(compiler.recompile_limit, 2 * config.mesh.stages)
-    return compiler.patch(recompile_limit=limit)  # type: ignore[no-any-return]
 
 
 def _run_and_name_the_end(
