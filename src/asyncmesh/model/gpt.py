@@ -39,7 +39,8 @@ class RotaryTables(nn.Module):
         super().__init__()
         for name in ("cosine", "sine"):
             self.register_buffer(name, torch.empty(context, head_width // 2), persistent=False)
-        self.reset_parameters()
+        if not self.cosine.is_meta:  # where there is nothing to compute
+            self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -74,9 +75,9 @@ class Embedding(nn.Module):
 
     def __init__(self, model: ModelConfig, vocab: int) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocab, model.width)
+        self.tokens = _table(vocab, model.width)
         learned = model.positions == "learned"
-        self.positions = nn.Embedding(model.context, model.width) if learned else None
+        self.positions = _table(model.context, model.width) if learned else None
         self.dropout = nn.Dropout(model.dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -85,6 +86,16 @@ class Embedding(nn.Module):
             x = x + self.positions.weight[: tokens.shape[-1]]
         dropped: Tensor = self.dropout(x)
         return dropped
+
+
+def _table(rows: int, width: int) -> nn.Embedding:
+    """An embedding without values. Its own constructor would draw some, which on the meta device
+    loads torch's compiler: two seconds that every command would wait for.
+    """
+    table: nn.Embedding = nn.Embedding.from_pretrained(  # type: ignore[no-untyped-call]
+        torch.empty(rows, width), freeze=False
+    )
+    return table
 
 
 class Attention(nn.Module):
