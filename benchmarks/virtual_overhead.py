@@ -2,7 +2,8 @@
 
 Same model, same batches, same optimiser; the plain loop runs the whole model as one module. The two
 take turns (see paired.py). The virtual mesh computes exactly as many forwards, backwards and
-updates.
+updates. Every turn of the mesh is a whole run, so the memory that a run takes at first (versions,
+moments) is touched anew each time; the turns are long enough for that not to be what is measured.
 
     python -m benchmarks.virtual_overhead                 # 10M parameters, CPU
     python -m benchmarks.virtual_overhead --preset gpu    # GPT-2 small, bf16, compiled, one GPU
@@ -24,7 +25,7 @@ from benchmarks.paired import ratios, write_result
 
 PRESETS = {
     "cpu": {
-        "train": {"updates": 5, "device": "cpu"},
+        "train": {"updates": 40, "device": "cpu"},
         "pipeline": {"microbatch_size": 8},
         "model": {"layers": 8, "width": 320, "heads": 5, "context": 256, "vocab": 256},
     },

@@ -248,3 +248,16 @@ def test_compare_writes_table_figures_and_plot(tmp_path: Path) -> None:
     assert len(made) == 8
     assert asyncmesh(*arguments, folder=tmp_path).returncode == 0
     assert {path: path.stat().st_mtime_ns for path in out.rglob("summary.json")} == made
+
+
+def test_nothing_loads_the_compiler_that_does_not_compile(tmp_path: Path) -> None:
+    """It takes seconds, which every command would wait for."""
+    code = (
+        "import sys; from asyncmesh.cli.main import app;"
+        f"app({['simulate', *TINY]!r}, standalone_mode=False);"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import unittest.mock
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -108,6 +111,29 @@ def losses(compile_: bool, dtype: str, device: str = "cpu") -> list[float]:
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_stages_compute_the_same() -> None:
     assert losses(True, "float32") == pytest.approx(losses(False, "float32"), rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.usefixtures("fresh_compiler")
+def test_every_stage_is_compiled_however_many_there_are() -> None:
+    """torch.compile gives up on a code object's ninth variant; no stage may count as another's."""
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    stages = 10
+    settings = config(train={"compile": True}, mesh={"stages": stages, "replicas": 1})
+    with unittest.mock.patch("torch.compile", partial(torch.compile, backend=count)):
+        programs = [StageProgram(nn.Linear(3, 3), settings, CPU, None) for _ in range(stages)]
+    x = torch.randn(2, 3)
+    for _ in range(2):
+        for program in programs:
+            weights = program.layout.views(program.initial_weights())
+            expected = x @ weights["weight"].T + weights["bias"]
+            assert torch.allclose(program.run(weights, {}, x, None), expected)
+    assert len(graphs) == stages
 
 
 def test_bfloat16_autocast_is_close_and_not_the_same() -> None:
