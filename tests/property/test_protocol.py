@@ -33,6 +33,7 @@ from asyncmesh.protocol.events import (
     SendGradient,
     Started,
     StartRound,
+    UpdateFinished,
 )
 from asyncmesh.protocol.worker import Worker
 
@@ -61,6 +62,8 @@ class Replica:
             self.later(stage, "own", ForwardFinished(action.microbatch))
         elif isinstance(action, RunBackward):
             self.later(stage, "own", BackwardFinished(action.microbatch))
+        elif isinstance(action, RunUpdate):
+            self.later(stage, "own", UpdateFinished(action.update))
         elif isinstance(action, SendActivation):
             self.later(stage + 1, "upstream", ActivationReceived(action.microbatch))
         elif isinstance(action, SendGradient):

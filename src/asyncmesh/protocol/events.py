@@ -32,6 +32,12 @@ class BackwardFinished(NamedTuple):
     microbatch: int
 
 
+class UpdateFinished(NamedTuple):
+    """The next version has been made."""
+
+    update: int
+
+
 class MeanReceived(NamedTuple):
     """The mean of a round has arrived."""
 
@@ -44,6 +50,7 @@ Input = (
     | GradientReceived
     | ForwardFinished
     | BackwardFinished
+    | UpdateFinished
     | MeanReceived
 )
 
@@ -67,7 +74,9 @@ class RunBackward(NamedTuple):
 
 
 class RunUpdate(NamedTuple):
-    """Make version `update` from the mean gradient of the last k microbatches."""
+    """Make version `update` from the mean gradient of the last k microbatches; answer with
+    `UpdateFinished`.
+    """
 
     update: int
 

@@ -2,7 +2,8 @@
 
 Owns every decision of a worker: both axes, and how they meet at an update. It has no clock, socket,
 thread or randomness, so the simulator and the runtime drive this very code. Invariant: at most one
-RunForward or RunBackward is outstanding, and it is always the last action of an answer.
+of RunForward, RunBackward and RunUpdate is outstanding, and it is always the last action of an
+answer. What merges at an update's boundary is decided when the update is done, not when it begins.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from asyncmesh.protocol.events import (
     SendActivation,
     SendGradient,
     Started,
+    UpdateFinished,
 )
 from asyncmesh.protocol.pipeline import Pipeline, PipelinePlan
 
@@ -36,7 +38,8 @@ class Worker:
         self.plan = pipeline
         self._pipeline = Pipeline(pipeline)
         self._averaging = Averaging(averaging)
-        self._computing = False
+        self._computing = False  # a forward, a backward or an update
+        self._updating = False
         # What a mean that is waited for lets go on: the rest of an update. None: nothing waits.
         self._resume: Callable[[list[Action]], None] | None = None
         self._handlers: dict[type, Callable[[Any], list[Action]]] = {
@@ -45,6 +48,7 @@ class Worker:
             GradientReceived: self._on_gradient,
             ForwardFinished: self._on_forward_finished,
             BackwardFinished: self._on_backward_finished,
+            UpdateFinished: self._on_update_finished,
             MeanReceived: self._on_mean,
         }
 
@@ -53,9 +57,9 @@ class Worker:
         return cls(PipelinePlan.of(config, stage), AveragingPlan.of(config))
 
     @property
-    def waits_for_mean(self) -> bool:
-        """True while an update is held up by a round."""
-        return self._resume is not None
+    def is_updating(self) -> bool:
+        """True while the newest version is being made or is held up by a round."""
+        return self._updating or self._resume is not None
 
     def on_event(self, event: Input) -> list[Action]:
         """Take note of what happened; answer what to do, in order."""
@@ -95,6 +99,13 @@ class Worker:
             self._update(actions)
         return actions
 
+    def _on_update_finished(self, event: UpdateFinished) -> list[Action]:
+        self._computing = self._updating = False
+        self._pipeline.version = event.update
+        actions: list[Action] = []
+        self._boundary(actions)
+        return actions
+
     def _on_mean(self, event: MeanReceived) -> list[Action]:
         self._averaging.mean_received(event.round)
         actions: list[Action] = []
@@ -109,9 +120,9 @@ class Worker:
             self._update(actions)
 
     def _update(self, actions: list[Action]) -> None:
-        self._pipeline.version += 1
-        actions.append(RunUpdate(self._pipeline.version))
-        self._boundary(actions)
+        self._resume = None
+        self._computing = self._updating = True
+        actions.append(RunUpdate(self._pipeline.version + 1))
 
     def _boundary(self, actions: list[Action]) -> None:
         self._resume = None

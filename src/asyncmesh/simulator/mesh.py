@@ -52,6 +52,7 @@ from asyncmesh.protocol.events import (
     SkipRound,
     Started,
     StartRound,
+    UpdateFinished,
 )
 from asyncmesh.protocol.worker import Worker
 from asyncmesh.simulator.links import Link, RingLink, pipeline_links
@@ -206,7 +207,7 @@ class VirtualMesh:
             at_s = worker.free_s if worker.free_s > now_s else now_s
             for action in worker.machine.on_event(happened):
                 at_s = meaning[type(action)](worker, action, at_s)
-            if worker.evaluate_after is not None and not worker.machine.waits_for_mean:
+            if worker.evaluate_after is not None and not worker.machine.is_updating:
                 self._observer.boundary(worker.boundary_s, worker, worker.evaluate_after)
                 worker.evaluate_after = None
         unfinished = [w for w in self.workers if not w.finished]
@@ -220,8 +221,7 @@ class VirtualMesh:
         self._caused += 1
         heapq.heappush(self._queue, (at_s, self._caused, worker, happening))
 
-    # -- what each action does; all return when the worker goes on
-    # ----------------------------------
+    # -- what each action does; returns when the worker goes on -----------------------------------
     def _run_forward(self, worker: VirtualWorker, action: RunForward, at_s: float) -> float:
         n, digest = action.microbatch, None
         end_s = at_s + worker.times.drawn(worker.times.forward_s)
@@ -271,6 +271,7 @@ class VirtualMesh:
         train = self._config.train
         if action.update % train.eval_every == 0 or action.update == train.updates:
             worker.evaluate_after = action.update
+        self._cause(end_s, worker, UpdateFinished(action.update))
         worker.free_s = worker.boundary_s = end_s
         return end_s
 
