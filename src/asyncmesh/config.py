@@ -24,9 +24,11 @@ NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Mbps = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+# Beyond 1e12 nothing has a meaning, and a float32 kernel would refuse what is beyond its own range.
+Milliseconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+Mbps = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
+Factor = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
+FactorOrZero = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 WireDtype = Literal["auto", "float32", "bfloat16"]
 
 AveragingMethod = Literal[
@@ -64,6 +66,9 @@ _OPTIMIZER_DEFAULTS: dict[str, dict[str, float]] = {
     "muon": {"beta1": 0.95, "beta2": 0.999},
     "sgd": {"beta1": 0.0, "beta2": 0.0},
 }
+
+
+_LEAST_FRACTION = 1e-6
 
 
 class Section(BaseModel):
@@ -131,14 +136,10 @@ class OptimizerConfig(Section):
     learning_rate: Factor = Field(1e-3, description="η at its highest")
     beta1: Decay | None = Field(None, description="first moment; sgd: momentum; muon: momentum")
     beta2: Decay | None = Field(None, description="second moment")
-    momentum_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        0.1, description="ψ of nadamw"
-    )
+    momentum_decay: FactorOrZero = Field(0.1, description="ψ of nadamw")
     epsilon: Factor = Field(1e-8, description="ε in the denominator")
-    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        0.01, description="λ_wd (sgd: L2)"
-    )
-    max_grad_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+    weight_decay: FactorOrZero = Field(0.01, description="λ_wd (sgd: L2)")
+    max_grad_norm: FactorOrZero = Field(
         1.0, description="gradients are clipped to this norm per stage; 0: never"
     )
     warmup_updates: NonNegative | None = Field(
@@ -219,10 +220,12 @@ class Config(Section):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Config:
         """Build from nested dicts with the keys of the TOML files; a mistake is one line."""
+        if not isinstance(values, Mapping):
+            raise ConfigError("config", values, "must be a dict of settings", 'e.g. {"seed": 1}')
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
-            raise _told_in_one_line(error.errors()[0]) from None
+            raise _told_in_one_line(error.errors()) from None
 
     def replace(self, **sections: Mapping[str, Any]) -> Config:
         """A copy with some keys changed: `config.replace(mesh={"stages": 4})`."""
@@ -302,6 +305,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _obeys_the_rules(self) -> Self:
         self._check_edges()
+        self._check_schedule()
         self._check_averaging()
         self._check_compute()
         if self.model.width % self.model.heads:
@@ -338,10 +342,48 @@ class Config(Section):
                     "give one number for all edges, or that many",
                 )
 
+    def _check_schedule(self) -> None:
+        """The flushed schedules have one depth and one order; a value that does nothing misleads."""
+        schedule, depth = self.pipeline.schedule, self.pipeline.extra_depth
+        if schedule == "async":
+            return
+        if any(depth) if isinstance(depth, list) else depth:
+            raise ConfigError(
+                "pipeline.extra_depth",
+                depth,
+                f"pipeline.schedule = {schedule} flushes at every update and keeps no more in"
+                " flight",
+                "remove it, or use pipeline.schedule=async",
+            )
+        if self.pipeline.order == "eager":
+            raise ConfigError(
+                "pipeline.order",
+                "eager",
+                f"pipeline.schedule = {schedule} has an order of its own",
+                "remove it, or use pipeline.schedule=async",
+            )
+
     def _check_averaging(self) -> None:
         method, delay = self.averaging.method, self.averaging_delay
         if method == "none" or self.mesh.replicas == 1:
             return  # no rounds, so nothing that could overlap
+        if method == "allreduce":
+            for key in ("fraction", "interval"):
+                value = getattr(self.averaging, key)
+                if value not in (None, 1):
+                    raise ConfigError(
+                        f"averaging.{key}",
+                        value,
+                        "allreduce averages whole gradients at every update",
+                        f"remove it, or use averaging.method=sparta for a {key} of your own",
+                    )
+        if self.averaging_fraction < _LEAST_FRACTION:
+            raise ConfigError(
+                "averaging.fraction",
+                self.averaging_fraction,
+                f"must be at least {_LEAST_FRACTION:g}: a cycle takes 1/fraction rounds",
+                f"try averaging.fraction={_AVERAGING_DEFAULTS['sparta']['fraction']}",
+            )
         if not method.startswith("async-") and delay != 0:
             raise ConfigError(
                 "averaging.delay",
@@ -362,15 +404,20 @@ class Config(Section):
         overlapping = max(1, math.ceil(delay / self.averaging_interval))
         allowed = min(self.classes, self.rounds_in_flight)
         if overlapping > allowed:
+            bound_by_classes = self.averaging.max_in_flight is None
             raise ConfigError(
                 "averaging.delay",
                 delay,
                 f"{overlapping} rounds would be in flight at once (delay / interval), but a"
                 f" coordinate may be in one round at a time: a cycle has {self.classes} rounds"
-                f" (averaging.fraction = {self.averaging_fraction:g}) and"
-                f" {self.rounds_in_flight} may be in flight",
-                f"try averaging.interval={math.ceil(delay / allowed)}"
-                f" or averaging.fraction={1 / overlapping:.3g}",
+                f" (averaging.fraction = {self.averaging_fraction:g})"
+                + ("" if bound_by_classes else f" and {self.rounds_in_flight} may be in flight"),
+                f"try averaging.interval={math.ceil(delay / allowed)} or "
+                + (
+                    f"averaging.fraction={1 / overlapping:.3g}"
+                    if bound_by_classes
+                    else f"a larger averaging.max_in_flight (now {self.rounds_in_flight})"
+                ),
             )
 
     def _check_compute(self) -> None:
@@ -404,6 +451,17 @@ def setting_names() -> list[str]:
     return names
 
 
+def meaningless_settings(name: str, value: object) -> tuple[str, ...]:
+    """Settings that have no meaning where the setting `name` has this value."""
+    if name == "pipeline.schedule" and value in ("1f1b", "gpipe"):
+        return ("pipeline.extra_depth", "pipeline.order")
+    if name != "averaging.method" or value is None or str(value).startswith("async-"):
+        return ()
+    if value in ("allreduce", "none"):
+        return tuple(f"averaging.{k}" for k in ("delay", "fraction", "interval", "max_in_flight"))
+    return ("averaging.delay",)  # a method that waits for its rounds has none
+
+
 def unknown_setting(name: str) -> UnknownSettingError:
     """The error for a key that does not exist, with the nearest that does."""
     known = setting_names()
@@ -421,9 +479,9 @@ def default_of(name: str) -> Any:
     return getattr(owner, key)
 
 
-def _told_in_one_line(detail: ErrorDetails) -> AsyncMeshError:
-    """pydantic's first complaint as `setting = value: rule; fix`."""
-    known = setting_names()
+def _told_in_one_line(details: list[ErrorDetails]) -> AsyncMeshError:
+    """pydantic's complaints about the first wrong setting as `setting = value: rule; fix`."""
+    detail = details[0]
     place = [str(part) for part in detail["loc"]]
     name = ".".join(place)
     if detail["type"] == "extra_forbidden":
@@ -431,12 +489,33 @@ def _told_in_one_line(detail: ErrorDetails) -> AsyncMeshError:
         if len(place) == 1 and isinstance(given, Mapping) and given:  # a whole table is unknown
             name = f"{name}.{next(iter(given))}"
         return unknown_setting(name)
-    while place and ".".join(place) not in known:  # a union's branch or a list's index
-        place.pop()
-    setting = ".".join(place) or name
-    if setting not in known:
+    setting = _setting_at(detail)
+    if setting is None:
         return ConfigError(name, detail["input"], "must be a table of settings", "see docs")
-    rule = detail["msg"].replace("Input should be", "must be").replace("'", '"')
+    rule, value = _broken_rule([d for d in details if _setting_at(d) == setting])
     default = default_of(setting)
     fix = f"the default is {default}" if default is not None else "leave it out for the default"
-    return ConfigError(setting, detail["input"], rule, fix)
+    return ConfigError(setting, value, rule, fix)
+
+
+def _setting_at(detail: ErrorDetails) -> str | None:
+    """The setting that a complaint is about; its place also names a union's branch or an index."""
+    known, place = setting_names(), [str(part) for part in detail["loc"]]
+    while place and ".".join(place) not in known:
+        place.pop()
+    return ".".join(place) or None
+
+
+def _broken_rule(details: list[ErrorDetails]) -> tuple[str, Any]:
+    """The rule in words, and the value that broke it.
+
+    A setting that can be one thing or another brings a complaint for each. Of a list only what is
+    said of its entries helps, and of anything else only what is not about lists.
+    """
+    of_entries = [d for d in details if isinstance(d["loc"][-1], int)]
+    others = [d for d in details if d["type"] != "list_type"]
+    chosen = of_entries[:1] or others or details
+    rules = dict.fromkeys(
+        d["msg"].replace("Input should be", "must be").replace("'", '"') for d in chosen
+    )
+    return " or ".join(rules).replace(" or must be ", " or "), chosen[0]["input"]

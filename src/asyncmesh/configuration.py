@@ -17,7 +17,7 @@ from typing import Any
 
 import tomli_w
 
-from asyncmesh.config import Config, setting_names, unknown_setting
+from asyncmesh.config import Config, meaningless_settings, setting_names, unknown_setting
 from asyncmesh.errors import ConfigError, InputFileError
 
 Nested = dict[str, Any]
@@ -37,18 +37,25 @@ class Layers:
                 raise unknown_setting(name)
             self.values[name] = value
             self.origin[name] = origin
-        method = settings.get("averaging.method", "async-")
-        if not str(method).startswith("async-") and "averaging.delay" not in settings:
-            # A delay that was meant for another method: one that waits for its rounds has none.
-            self.values.pop("averaging.delay", None)
-            self.origin.pop("averaging.delay", None)
+        self._drop_what_was_meant_for_another_method(settings)
+
+    def _drop_what_was_meant_for_another_method(self, settings: Mapping[str, Any]) -> None:
+        """A layer that chooses a method starts from that method's own defaults where a value of a
+        layer below would make no sense. In one layer the two contradict each other, and `Config`
+        says so.
+        """
+        for name in ("averaging.method", "pipeline.schedule"):
+            for meaningless in meaningless_settings(name, settings.get(name)):
+                if meaningless not in settings:
+                    self.values.pop(meaningless, None)
+                    self.origin.pop(meaningless, None)
 
     def config(self) -> Config:
         return Config.from_dict(nested(self.values))
 
 
 def flattened(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """{"mesh": {"stages": 4}} → {"mesh.stages": 4}; an empty or misplaced table is an error."""
+    """{"mesh": {"stages": 4}} → {"mesh.stages": 4}; an empty table has nothing to say."""
     flat: dict[str, Any] = {}
     for name, value in tables.items():
         if isinstance(value, Mapping):
@@ -117,6 +124,9 @@ def read_preset(name: str) -> Nested:
 
 def _settings_of(tables: Nested) -> dict[str, Any]:
     """A file's settings; its [compare] table belongs to `asyncmesh compare`."""
+    for name, value in tables.items():
+        if value == {} and name != "compare" and name not in Config.model_fields:
+            raise unknown_setting(name)
     return flattened({name: value for name, value in tables.items() if name != "compare"})
 
 
@@ -127,9 +137,7 @@ def collect(preset: str | None, path: Path | None, assignments: Iterable[str]) -
         layers.add(_settings_of(read_preset(preset)), f"preset {preset}")
     if path is not None:
         layers.add(_settings_of(read_toml(path)), str(path))
-    for assignment in assignments:
-        name, value = parse_assignment(assignment)
-        layers.add({name: value}, "command line")
+    layers.add(dict(map(parse_assignment, assignments)), "command line")
     return layers
 
 
@@ -152,6 +160,10 @@ def resolved(config: Config) -> dict[str, Any]:
 
 def to_toml(config: Config) -> str:
     """A configuration file that gives this configuration again (None, the default, is left out)."""
-    values = {name: value for name, value in resolved(config).items() if value is not None}
+    effective = resolved(config) | {
+        # Follows from others; written down, it would bind whoever changes them.
+        "averaging.max_in_flight": config.averaging.max_in_flight,
+    }
+    values = {name: value for name, value in effective.items() if value is not None}
     tops = {name: value for name, value in values.items() if "." not in name}
     return tomli_w.dumps(tops | nested({n: v for n, v in values.items() if "." in n}))

@@ -93,6 +93,8 @@ def replica(config: Config, order_seed: int) -> Replica:
 @st.composite
 def configs(draw: st.DrawFn, schedule: str | None = None, order: str = "strict") -> Config:
     stages = draw(st.integers(1, 6))
+    schedule = schedule or draw(st.sampled_from(["async", "1f1b", "gpipe"]))
+    depths = st.lists(st.integers(0, 3), min_size=stages - 1, max_size=stages - 1)
     method = draw(st.sampled_from(["none", "allreduce", "sparta", "async-ema"]))
     averaging: dict[str, object] = {"method": method, "interval": draw(st.integers(1, 3))}
     if method == "async-ema":
@@ -104,11 +106,9 @@ def configs(draw: st.DrawFn, schedule: str | None = None, order: str = "strict")
             "train": {"updates": draw(st.integers(1, 8))},
             "mesh": {"stages": stages, "replicas": 2},
             "pipeline": {
-                "schedule": schedule or draw(st.sampled_from(["async", "1f1b", "gpipe"])),
+                "schedule": schedule,
                 "accumulation": draw(st.integers(1, 4)),
-                "extra_depth": draw(
-                    st.lists(st.integers(0, 3), min_size=stages - 1, max_size=stages - 1)
-                ),
+                "extra_depth": draw(depths) if schedule == "async" else 0,
                 "order": order,
             },
             "averaging": averaging,

@@ -29,13 +29,13 @@ from asyncmesh.cli.settings import (
     PrintConfig,
     Settings,
     print_config,
-    sorted_out,
+    read,
+    the_file,
 )
 from asyncmesh.config import Config
 from asyncmesh.configuration import (
     Layers,
     Nested,
-    collect,
     flattened,
     parse_assignment,
     read_preset,
@@ -93,7 +93,9 @@ def compare(
         list[str] | None,
         typer.Option(help="Values of which every case gets its best: --grid key=1e-3,2e-3."),
     ] = None,
-    seeds: Annotated[str | None, typer.Option(help="Comma-separated; default: 0.")] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="Comma-separated; default: the setting seed.")
+    ] = None,
     baseline: Annotated[str | None, typer.Option(help="The case that others refer to.")] = None,
     only: Annotated[str | None, typer.Option(help="Run cases whose name has this in it.")] = None,
     output: Annotated[Path | None, typer.Option(help="Default: comparisons/NAME.")] = None,
@@ -101,13 +103,13 @@ def compare(
     show_config: PrintConfig = False,
 ) -> None:
     """Run several methods on the same work; writes a table and a plot."""
-    files, assignments = sorted_out(settings or [])
-    path = Path(files[0]) if files else None
-    layers = collect(preset, path, assignments)
+    path, layers = the_file(settings), read(settings, preset)
     config = layers.config()  # a mistake in the common settings is told before anything else
+    _check_common(layers)
     if show_config:
         return print_config(layers, config)
     given = _given(preset, path)
+    given = given.model_copy(update={"seeds": given.seeds or [config.seed]})
     plan = _plan(given, case or [], over or [], grid or [], seeds, baseline, only)
     folder = output or Path("comparisons") / (path.stem if path else preset or "compare")
     tasks = list(_tasks(plan, layers, folder))
@@ -121,7 +123,7 @@ class CompareTable(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     title: str = "Comparison"
     baseline: str | None = None
-    seeds: list[int] = [0]
+    seeds: list[int] = []  # none: the configuration's own
     grid: dict[str, list[Any]] = {}
     cases: dict[str, Nested] = {}
 
@@ -129,7 +131,10 @@ class CompareTable(BaseModel):
 def _given(preset: str | None, path: Path | None) -> CompareTable:
     """The [compare] table of the preset and the file, the file's over the preset's."""
     given: Nested = dict(read_preset(preset).get("compare", {})) if preset else {}
-    given |= read_toml(path).get("compare", {}) if path else {}
+    of_file = read_toml(path).get("compare", {}) if path else {}
+    if not isinstance(of_file, Mapping):
+        raise ConfigError("compare", of_file, "must be a table", "write [compare] over its keys")
+    given |= of_file
     try:
         return CompareTable.model_validate(given)
     except ValidationError as error:
@@ -142,6 +147,17 @@ def _given(preset: str | None, path: Path | None) -> CompareTable:
             detail["msg"].replace("Input should be", "must be"),
             f"a [compare] table has {keys}",
         ) from None
+
+
+def _check_common(layers: Layers) -> None:
+    """A comparison gives every run its folder."""
+    if "output_dir" in layers.values:
+        raise ConfigError(
+            "output_dir",
+            layers.values["output_dir"],
+            "is of a single run; a comparison has a folder for each",
+            "use --output for all of them",
+        )
 
 
 def _plan(
@@ -169,6 +185,15 @@ def _plan(
             'give cases, e.g. --over averaging.method=sparta,async-ema or --preset "data-axis"',
         )
     _check_names(cases)
+    for name, values in cases.items():
+        for setting in ("seed", "output_dir"):
+            if setting in values:
+                raise ConfigError(
+                    f"case {name}: {setting}",
+                    values[setting],
+                    "is the comparison's own business",
+                    "use --seeds and --output",
+                )
     baseline = baseline or given.baseline
     if baseline is not None and baseline not in cases:
         if only is None:
@@ -284,23 +309,36 @@ def run_task(task: RunTask, threads: int) -> dict[str, Any]:
     """One run, in a process of its own; a run that diverged is a result like any other."""
     import torch
 
-    from asyncmesh.configuration import to_toml
     from asyncmesh.observe.folder import RunFolder, read_summary
     from asyncmesh.simulator.language_model import language_model_job
     from asyncmesh.simulator.run import run_job
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    made = task.folder / "config.toml"
-    if (task.folder / "summary.json").is_file() and made.read_text() == to_toml(task.config):
-        summary = read_summary(task.folder)
-        if summary["status"] != "interrupted":
-            return summary
+    if _is_up_to_date(task):
+        return read_summary(task.folder)
     torch.set_num_threads(threads)
     job = language_model_job(task.config).job
     folder = RunFolder(task.folder, task.config, keep_events=False)
     result = run_job(job, folder)
     folder.finish(result.summary)
     return read_summary(task.folder)
+
+
+def _is_up_to_date(task: RunTask) -> bool:
+    """As `make` sees it: finished with this very configuration, after its data last changed."""
+    from asyncmesh.configuration import to_toml
+    from asyncmesh.data.sources import BUILTIN
+    from asyncmesh.observe.folder import read_summary
+
+    made, summary = task.folder / "config.toml", task.folder / "summary.json"
+    if not summary.is_file() or made.read_text(encoding="utf-8") != to_toml(task.config):
+        return False
+    data = task.config.data
+    sources = [Path(name).expanduser() for name in (data.source, data.validation) if name]
+    finished = summary.stat().st_mtime
+    if any(path.name != BUILTIN and path.stat().st_mtime > finished for path in sources):
+        return False
+    return bool(read_summary(task.folder)["status"] != "interrupted")
 
 
 def _present(

@@ -56,12 +56,20 @@ def memory(settings: Settings = None, preset: Preset = None) -> None:
 
     from asyncmesh.cli.console import console
     from asyncmesh.data.sources import load_source
+    from asyncmesh.errors import ConfigError
     from asyncmesh.observe.folder import read_config, read_summary
     from asyncmesh.simulator.language_model import stage_sizes, weights_width
     from asyncmesh.simulator.memory import predict
 
     measured: dict[str, dict[str, int]] = {}
     if settings and Path(settings[0]).is_dir():
+        if len(settings) > 1 or preset is not None:
+            raise ConfigError(
+                "inspect memory",
+                " ".join(settings),
+                "a finished run's settings are its own",
+                "give the folder alone, or settings without a folder",
+            )
         config = read_config(Path(settings[0]))
         measured = read_summary(Path(settings[0]))["memory"]
     else:

@@ -17,12 +17,13 @@ RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]
 
 
 def report(run: RunPath) -> None:
-    """Write a run's report.html anew from its events and summary."""
+    """Write a run's report.html anew from its summary and events."""
     from asyncmesh.observe.folder import read_summary
     from asyncmesh.observe.report import write_report
 
+    written = write_report(run)  # first, because it checks what the folder holds
     print_summary(read_summary(run))
-    print(f"report: {write_report(run)}")
+    print(f"report: {written}")
 
 
 def generate(
@@ -31,7 +32,7 @@ def generate(
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens to add.")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=1, help="Choose among the k likeliest.")] = 50,
-    seed: Annotated[int, typer.Option(help="Of the choices.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the choices.")] = 0,
 ) -> None:
     """Let a trained model write."""
     print(_continue(run, prompt, tokens, temperature, top_k, seed))

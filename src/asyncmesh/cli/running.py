@@ -98,6 +98,7 @@ def _run_hollow(config: Config) -> None:
 
     from asyncmesh.cli.results import print_summary
     from asyncmesh.data.sources import load_source
+    from asyncmesh.model.splitting import stage_costs
     from asyncmesh.observe.events import Event
     from asyncmesh.observe.folder import RunFolder
     from asyncmesh.observe.report import write_report
@@ -115,9 +116,19 @@ def _run_hollow(config: Config) -> None:
         if folder is not None:
             folder(event)
 
-    mesh = VirtualMesh(config, emit, sizes=stage_sizes(config, vocab))
+    mesh = VirtualMesh(
+        config,
+        emit,
+        sizes=stage_sizes(config, vocab),
+        stage_costs=stage_costs(config.model, vocab, config.mesh.stages),
+    )
     began_s = time.perf_counter()
-    mesh.run()
+    try:
+        mesh.run()
+    except BaseException:
+        if folder is not None:
+            folder.close()
+        raise
     wall_s = time.perf_counter() - began_s
     summary: dict[str, Any] = builder.build("completed", wall_s, tokens_per_microbatch(config))
     if folder is not None:

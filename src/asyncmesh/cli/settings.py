@@ -36,13 +36,19 @@ PrintConfig = Annotated[
 
 def read(settings: list[str] | None, preset: str | None) -> Layers:
     """All layers of a command line."""
-    files, assignments = sorted_out(settings or [])
+    _, assignments = _sorted_out(settings or [])
+    return collect(preset, the_file(settings), assignments)
+
+
+def the_file(settings: list[str] | None) -> Path | None:
+    """The configuration file of a command line, if there is one."""
+    files, _ = _sorted_out(settings or [])
     if len(files) > 1:
         raise AsyncMeshError(f"{files[1]}: only one configuration file can be given; merge them")
-    return collect(preset, Path(files[0]) if files else None, assignments)
+    return Path(files[0]) if files else None
 
 
-def sorted_out(arguments: list[str]) -> tuple[list[str], list[str]]:
+def _sorted_out(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Files and assignments; `--key value` is joined to `--key=value`."""
     files, assignments, rest = [], [], list(arguments)
     while rest:

@@ -57,10 +57,9 @@ def load_source(name: str, setting: str = "data.source") -> TokenStream:
     if name == BUILTIN:
         text = "\n".join(topics[key] for key in sorted(topics))
         return TokenStream(np.frombuffer(text.encode("utf-8"), dtype=np.uint8), "bytes", name)
-    path = Path(name).expanduser()
     kind = kind_of(name)
     try:
-        tokens = _read(path, kind)
+        tokens = _read(_expanded(name), kind)
     except _UnusableError as problem:
         raise InputFileError(f'{setting} = "{name}": {problem}') from None
     except OSError as error:
@@ -71,6 +70,13 @@ def load_source(name: str, setting: str = "data.source") -> TokenStream:
 
 class _UnusableError(Exception):
     """A file that is no token stream: `rule; fix`."""
+
+
+def _expanded(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise _UnusableError("names a home folder that does not exist; give a path") from None
 
 
 def _read(path: Path, kind: Kind) -> Tokens:

@@ -27,9 +27,7 @@ class RunFolder:
             (path / "config.toml").write_text(to_toml(config), encoding="utf-8")
         except OSError as error:
             reason = (error.strerror or "cannot be written").lower()
-            raise ConfigError(
-                "output_dir", str(path), reason, "choose a folder that can be written to"
-            ) from None
+            raise _unusable(str(path), reason) from None
         self._events = EventFiles(path / "events") if keep_events else None
         self._hash = EventHash()
         self._metrics = Metrics(path / "metrics.jsonl", config)
@@ -39,8 +37,13 @@ class RunFolder:
         """`output_dir`, which must not hold a run yet; by default the next free runs/METHOD-N."""
         if config.output_dir is None:
             return cls(next_free(parent, config.averaging.method), config)
-        path = Path(config.output_dir)
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        try:
+            path = Path(config.output_dir).expanduser()
+            taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
+        except (OSError, RuntimeError) as error:  # too long, not to be read, no such home folder
+            reason = (getattr(error, "strerror", None) or str(error)).lower()
+            raise _unusable(config.output_dir, reason) from None
+        if taken:
             raise ConfigError(
                 "output_dir",
                 config.output_dir,
@@ -69,6 +72,10 @@ class RunFolder:
         content = _strict(summary | {"event_hash": self._hash.hexdigest()})
         text = json.dumps(content, indent=2, allow_nan=False)
         (self.path / "summary.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _unusable(folder: str, reason: str) -> ConfigError:
+    return ConfigError("output_dir", folder, reason, "choose a folder that can be written to")
 
 
 class Metrics:
