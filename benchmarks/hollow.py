@@ -32,7 +32,7 @@ def run(stages: int, replicas: int, updates: int) -> dict[str, float]:
     began_s = time.perf_counter()
     mesh.run()
     wall_s = time.perf_counter() - began_s
-    busy = builder.build("completed", wall_s, 1)["busy_fraction"].values()
+    busy = builder.build("completed", wall_s, int)["busy_fraction"].values()
     return {
         "wall_seconds": wall_s,
         "protocol_events": mesh.inputs,
@@ -59,7 +59,6 @@ def main() -> None:
         )
     write_result(
         "hollow",
-        "python -m benchmarks.hollow",
         {
             "mesh": f"{chosen.stages} x {chosen.replicas}, {chosen.updates} updates",
             "required": {"protocol_events_per_second": 100_000, "wall_seconds": 60},

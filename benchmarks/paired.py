@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import gc
 import json
+import shlex
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,9 +49,11 @@ def ratios(a: Callable[[], float], b: Callable[[], float], repetitions: int) -> 
     }
 
 
-def write_result(name: str, command: str, figures: dict[str, Any]) -> None:
+def write_result(name: str, figures: dict[str, Any]) -> None:
     """benchmarks/results/NAME.json: the figures, the command that gave them, the machine."""
     RESULTS.mkdir(exist_ok=True)
+    module = f"benchmarks.{Path(sys.argv[0]).stem}"
+    command = shlex.join(["python", "-m", module, *sys.argv[1:]])
     content = {"command": command, "machine": environment(), **figures}
     (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
     print(f"written: benchmarks/results/{name}.json")

@@ -134,7 +134,6 @@ def main() -> None:
     print(f"virtual mesh / plain loop: {figures['median_ratio']:.3f} (median)")
     write_result(
         f"virtual_overhead_{chosen.preset}",
-        f"python -m benchmarks.virtual_overhead --preset {chosen.preset}",
         {"parameters": parameters, "updates": config.train.updates, "required": 1.15, **figures},
     )
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 
@@ -139,9 +139,9 @@ class Engine:
         self._accumulation = config.pipeline.accumulation
         self._max_norm = config.optimizer.max_grad_norm
         self._of_gradients = METHODS[config.averaging.method].averages == "gradients"
-        self._wire = torch.bfloat16 if config.averaging.wire_dtype == "bfloat16" else None
         self._strength = config.averaging.strength
         initial = program.initial_weights()
+        self._wire = wire_dtype(config.averaging.wire_dtype, initial.dtype)
         self.pool = VersionPool(program.layout)
         self.pool.start(initial)
         self._constants = program.constants()
@@ -168,9 +168,27 @@ class Engine:
             target = target.to(self.program.device, non_blocking=True)
         self._seed_randomness(microbatch)
         version = self.pool.acquire()
-        with self.program.autocast():
+        with self.program.autocast(), self._in_place_explained(x):
             output = self.program.run(version.leaves, self._constants, x, target)
-        if target is not None and (not isinstance(output, Tensor) or output.ndim):
+        self._check_output(output, target is not None, x.requires_grad or bool(version.leaves))
+        self._in_flight[microbatch] = _InFlight(version, x, output)
+        return output.detach()
+
+    @contextmanager
+    def _in_place_explained(self, x: Tensor) -> Iterator[None]:
+        """A stage's input is the root of its graph, so the stage must not change it."""
+        try:
+            yield
+        except RuntimeError as error:
+            if x.requires_grad and "in-place operation" in str(error):
+                raise StageError(
+                    f"stage {self.stage} changes its input in place, which another stage computed"
+                    " and still needs; make its first operation a copying one (inplace=False)"
+                ) from error
+            raise
+
+    def _check_output(self, output: object, is_loss: bool, is_trained: bool) -> None:
+        if is_loss and (not isinstance(output, Tensor) or output.ndim):
             raise StageError(
                 f"the loss returned {_described(output)}: training needs one number; return a"
                 " tensor of no dimensions, such as a mean"
@@ -180,8 +198,11 @@ class Engine:
                 f"stage {self.stage} returned {type(output).__name__}: a stage hands one tensor to"
                 " the next; return a single tensor"
             )
-        self._in_flight[microbatch] = _InFlight(version, x, output)
-        return output.detach()
+        if is_loss and is_trained and not output.requires_grad:
+            raise StageError(
+                "the loss has no gradient: nothing could be trained; compute it from the output"
+                " without detach, item or no_grad"
+            )
 
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """Add a microbatch's gradient to the update's mean; returns the gradient of its input.
@@ -332,6 +353,12 @@ def _aliases(module: nn.Module) -> dict[str, str]:
         if first.setdefault(id(tensor), name) != name:
             aliases[name] = first[id(tensor)]
     return aliases
+
+
+def wire_dtype(setting: str, dtype: torch.dtype) -> torch.dtype | None:
+    """What a tensor of `dtype` is converted to for the wire; None: sent as it is, never wider."""
+    wire: torch.dtype = dtype if setting == "auto" else getattr(torch, setting)
+    return wire if wire.itemsize < dtype.itemsize else None
 
 
 def _described(value: object) -> str:

@@ -31,6 +31,11 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "mesh": MESH,
         "optimizer": {"name": "adamw", "error_feedback": True},
     },
+    "NAdamW with error feedback, k=3": {
+        "mesh": MESH,
+        "pipeline": {"accumulation": 3},
+        "optimizer": {"error_feedback": True},
+    },
     "Muon": {"mesh": MESH, "optimizer": {"name": "muon"}},
     "PipeMare discount": {"mesh": MESH, "optimizer": {"name": "adamw", "delay_discount": 8}},
     "flushed 1F1B, DiLoCo": {

@@ -26,6 +26,7 @@ from asyncmesh.protocol.events import (
     GradientReceived,
     Input,
     MeanReceived,
+    MergeRound,
     RunBackward,
     RunForward,
     RunUpdate,
@@ -134,6 +135,28 @@ def test_every_order_of_events_ends_with_every_microbatch_done_once(
         assert updates == list(range(1, config.train.updates + 1))
         assert sum(isinstance(a, Finish) for a in actions) == 1
         assert isinstance(actions[-1], Finish)
+
+
+@settings(max_examples=100, deadline=None)
+@given(configs(), st.integers(0, 10**6))
+def test_merges_come_after_an_update_and_before_its_snapshot(
+    config: Config, order_seed: int
+) -> None:
+    """And before any forward sees the version, whatever the timing. A round may merge with delay 0,
+    which is after its own snapshot.
+    """
+    if config.averaging.method == "allreduce":
+        return  # gradients are merged before the update
+    for actions in replica(config, order_seed).log:
+        since_update: list[Action] = []
+        for action in actions:
+            if isinstance(action, RunUpdate):
+                since_update = []
+            if isinstance(action, MergeRound):
+                assert not any(isinstance(a, RunForward | RunBackward) for a in since_update)
+                started = [a for a in since_update if isinstance(a, StartRound)]
+                assert [a.round for a in started] in ([], [action.round])
+            since_update.append(action)
 
 
 @settings(max_examples=100, deadline=None)

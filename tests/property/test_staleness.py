@@ -9,6 +9,7 @@ import pytest
 import tiny
 from asyncmesh import Config, simulate_modules
 from asyncmesh.observe.events import Backward, Forward
+from asyncmesh.protocol.pipeline import PipelinePlan
 
 CASES = [(stages, k, h) for stages in (1, 2, 4, 8) for k in sorted({1, 2, stages}) for h in (0, 2)]
 
@@ -67,3 +68,21 @@ def test_the_largest_delay(stages: int, k: int, worst: int) -> None:
         tiny.stages(stages), tiny.squared_error, tiny.batch, Config.from_dict(settings)
     )
     assert max(e.delay for e in result.events if isinstance(e, Backward)) == worst
+
+
+@pytest.mark.parametrize(("stages", "k", "h"), CASES)
+def test_the_mean_delay_that_corrections_are_scaled_by_is_what_is_recorded(
+    stages: int, k: int, h: int
+) -> None:
+    updates = 30 // k + 4
+    settings = tiny.settings(
+        train={"updates": updates},
+        mesh={"stages": stages, "replicas": 1},
+        pipeline={"accumulation": k, "extra_depth": h},
+    )
+    config = Config.from_dict(settings)
+    result = simulate_modules(tiny.stages(stages), tiny.squared_error, tiny.batch, config)
+    for stage in range(stages):
+        delays = [e.delay for e in result.events if isinstance(e, Backward) and e.stage == stage]
+        full = delays[-2 * k :]  # the last two updates, long after the pipeline has filled
+        assert PipelinePlan.of(config, stage).mean_delay == pytest.approx(sum(full) / len(full))

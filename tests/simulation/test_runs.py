@@ -125,6 +125,71 @@ def test_buffers_belong_to_a_worker_and_are_updated() -> None:
     assert norm.running_mean.count_nonzero() == 0
 
 
+def test_replicas_draw_their_own_dropout() -> None:
+    def same(replica: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        return tiny.batch(0, microbatch)
+
+    stages = [nn.Sequential(s, nn.Dropout(0.5)) for s in tiny.stages(2)]
+    config = Config.from_dict(tiny.settings(train={"updates": 1}, optimizer={"warmup_updates": 0}))
+    result = simulate_modules(stages, tiny.squared_error, same, config)
+    one, other = (row[0]["0.0.weight"] for row in result.weights)
+    assert not torch.equal(one, other)
+
+
+def test_what_is_validated_is_the_mean_of_the_replicas_in_evaluation_mode() -> None:
+    """By hand: batches of unequal size, dropout that must not act, and replicas that differ."""
+    stages = [nn.Sequential(s, nn.Dropout(0.5)) for s in tiny.stages(2)]
+    (x, target), (y, other) = tiny.batch(7, 0), tiny.batch(7, 1)
+    validation = [(x, target), (y[:1], 3.0 * other[:1])]
+    config = Config.from_dict(tiny.settings(train={"updates": 3}))
+    result = simulate_modules(stages, tiny.squared_error, tiny.batch, config, validation=validation)
+
+    def loss(rows: list[dict[str, Tensor]]) -> float:
+        for stage, row in zip(stages, rows, strict=True):
+            stage.eval().load_state_dict(row)
+        with torch.no_grad():
+            squares = [(stages[1](stages[0](i)) - t).square().flatten() for i, t in validation]
+        return float(torch.cat(squares).mean())
+
+    rows = result.weights
+    means = [
+        {name: (rows[0][s][name] + rows[1][s][name]) / 2 for name in rows[0][s]} for s in (0, 1)
+    ]
+    flat = [torch.cat([t.flatten() for stage in row for t in stage.values()]) for row in rows]
+    mean = (flat[0] + flat[1]) / 2
+    apart = ((flat[0] - mean).norm() ** 2 + (flat[1] - mean).norm() ** 2) / 2
+    summary = result.summary
+    assert summary["final_val_loss"] == pytest.approx(loss(means), rel=1e-12)
+    assert summary["final_replica_val_losses"] == pytest.approx([loss(r) for r in rows], rel=1e-12)
+    assert summary["consensus_distance"] == pytest.approx(float(apart.sqrt() / mean.norm()))
+    assert summary["consensus_distance"] > 1e-3
+    assert loss(means) != pytest.approx(loss(rows[0]), rel=1e-3)
+
+
+def test_a_straggler_costs_no_validation() -> None:
+    config = Config.from_dict(
+        tiny.settings(
+            train={"updates": 20, "eval_every": 2}, compute={"replica_slowdown": [1.0, 9.0]}
+        )
+    )
+    validation = [tiny.batch(7, 0)]
+    result = simulate_modules(
+        tiny.stages(2), tiny.squared_error, tiny.batch, config, validation=validation
+    )
+    assert [point["update"] for point in result.summary["val_curve"]] == list(range(2, 21, 2))
+
+
+def test_tokens_are_those_of_the_microbatches_there_were() -> None:
+    def growing(replica: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        x, target = tiny.batch(replica, microbatch)
+        rows = 1 + microbatch % 4
+        return x[:rows], target[:rows]
+
+    config = Config.from_dict(tiny.settings())
+    summary = simulate_modules(tiny.stages(2), tiny.squared_error, growing, config).summary
+    assert summary["tokens"] == 2 * 12 // 4 * (1 + 2 + 3 + 4) * tiny.WIDTH
+
+
 def test_dropout_is_a_function_of_the_microbatch_and_not_of_the_order_of_events() -> None:
     def weights(**timing: Any) -> dict[str, Tensor]:
         torch.manual_seed(5)
@@ -160,7 +225,11 @@ def test_live_versions_are_as_predicted(schedule: str, stages: int, k: int, h: i
     values = tiny.settings(
         train={"updates": 24},
         mesh={"stages": stages, "replicas": 2},
-        pipeline={"schedule": schedule, "accumulation": k, "extra_depth": h},
+        pipeline={
+            "schedule": schedule,
+            "accumulation": k,
+            "extra_depth": h if schedule == "async" else 0,
+        },
         averaging={"method": "async-momentum", "delay": 3, "fraction": 0.2},
     )
     config, modules = Config.from_dict(values), tiny.stages(stages)
@@ -225,12 +294,14 @@ def test_tensors_that_are_held_twice_and_not_trained() -> None:
 
 
 def test_a_last_update_that_explodes_is_a_divergence() -> None:
-    optimizer = {"name": "sgd", "beta1": 0.0, "learning_rate": 1e308, "max_grad_norm": 0}
+    def steep(output: Tensor, target: Tensor) -> Tensor:
+        return 1e300 * output.sum()
+
+    optimizer = {"name": "sgd", "beta1": 0.0, "learning_rate": 1e12, "max_grad_norm": 0}
     optimizer |= {"warmup_updates": 0, "schedule": "constant"}
-    values = tiny.settings(train={"updates": 1}, optimizer=optimizer)
-    values["optimizer"]["weight_decay"] = 1e10
+    config = Config.from_dict(tiny.settings(train={"updates": 1}, optimizer=optimizer))
     with pytest.raises(DivergedError, match="a weight is not finite after update 1"):
-        run(tiny.stages(2), values)
+        simulate_modules(tiny.stages(2), steep, tiny.batch, config)
 
 
 def test_a_loss_that_is_no_number_is_told() -> None:
@@ -258,3 +329,47 @@ def test_a_coarse_wire_does_not_coarsen_weights_that_agree(method: str) -> None:
     full, coarse = weights("auto"), weights("bfloat16")
     for name in full:
         assert torch.allclose(full[name], coarse[name], rtol=0, atol=1e-9)
+
+
+SHARED = nn.Linear(tiny.WIDTH, tiny.WIDTH, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("stages", "told"),
+    [
+        ([SHARED, nn.Sequential(nn.Tanh(), SHARED)], r"stages\[1\].1.weight is stages\[0\].weight"),
+        ([SHARED, torch.tanh], r"stages\[1\] is a builtin_function_or_method: a stage must be"),
+        (SHARED, r"pass \[module\] for a single stage"),
+        ([SHARED, nn.ReLU(inplace=True)], "stage 1 changes its input in place"),
+    ],
+    ids=["shared parameter", "no module", "one module", "in place"],
+)
+def test_stages_that_no_pipeline_can_be_made_of(stages: Any, told: str) -> None:
+    with pytest.raises(StageError, match=told):
+        run(stages, tiny.settings())
+
+
+@pytest.mark.parametrize(
+    ("batch", "told"),
+    [
+        (torch.zeros(2), r"batches\(0, 0\): must be a pair of tensors"),
+        ((torch.zeros(2, 6), [0]), "must be a pair of tensors"),
+        ((torch.zeros(2, 6).double(), torch.zeros(0)), "has no targets"),
+    ],
+)
+def test_batches_that_are_none(batch: Any, told: str) -> None:
+    config = Config.from_dict(tiny.settings())
+    with pytest.raises(StageError, match=told):
+        simulate_modules(tiny.stages(2), tiny.squared_error, lambda r, n: batch, config)
+
+
+def test_a_loss_without_a_gradient_and_a_config_that_is_none_are_told() -> None:
+    with pytest.raises(StageError, match="the loss has no gradient"):
+        simulate_modules(
+            tiny.stages(2),
+            lambda output, target: (output.detach() - target).square().mean(),
+            tiny.batch,
+            Config.from_dict(tiny.settings()),
+        )
+    with pytest.raises(ConfigError, match=r"must be a Config; pass asyncmesh.Config.from_dict"):
+        simulate_modules(tiny.stages(2), tiny.squared_error, tiny.batch, {"seed": 1})  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import tiny
 from asyncmesh import Config, simulate_modules
 from asyncmesh.observe.events import Backward, Event, Merge, Message, Snapshot, Update
 from asyncmesh.observe.summary import SummaryBuilder
-from asyncmesh.simulator.language_model import language_model_job, stage_sizes
+from asyncmesh.simulator.language_model import hollow_mesh, language_model_job
 from asyncmesh.simulator.links import Link, RingLink
 from asyncmesh.simulator.mesh import Sizes, VirtualMesh
 from asyncmesh.simulator.run import run_job
@@ -28,7 +28,7 @@ def hollow(**sections: dict[str, Any]) -> tuple[list[Event], dict[str, Any]]:
 
     stages = config.mesh.stages
     VirtualMesh(config, emit, sizes=Sizes([1000] * (stages - 1), [1000] * stages)).run()
-    return events, builder.build("completed", 1.0, 1)
+    return events, builder.build("completed", 1.0, int)
 
 
 def test_a_link_serialises_delays_and_keeps_the_order() -> None:
@@ -125,6 +125,60 @@ def test_an_emergent_delay_follows_the_links() -> None:
     assert mean_delay(0.0) == 1
     assert mean_delay(15.0) == 10
     assert mean_delay(16.0) == 11
+
+
+def test_a_mean_that_arrives_during_an_update_merges_right_after_it() -> None:
+    events, _ = hollow(
+        train={"updates": 6},
+        mesh={"stages": 1, "replicas": 2},
+        averaging={"delay": "emergent", "method": "async-delta"},
+        compute={"forward_ms": 1.0, "backward_ms": 2.0, "update_ms": 100.0},
+        links={"averaging_latency_ms": 10.0},
+    )
+    # A snapshot's mean is there 20 ms later, while the next update is under way.
+    assert {e.delay for e in events if isinstance(e, Merge)} == {1}
+
+
+def test_the_slowest_site_sets_the_pace_of_averaging_and_of_nothing_else() -> None:
+    def seconds(slowdown: list[float]) -> tuple[list[float], float]:
+        events, summary = hollow(
+            train={"updates": 40},
+            mesh={"stages": 2, "replicas": 2},
+            averaging={"delay": "emergent"},
+            links={"latency_ms": 5.0, "bandwidth_mbps": 10.0, "replica_slowdown": slowdown},
+        )
+        ends = [
+            max(e.end_s for e in events if isinstance(e, Update) and e.replica == r) for r in (0, 1)
+        ]
+        return ends, summary["rounds"]["mean_delay_updates"]
+
+    (alone, _), short = seconds([1.0, 1.0])
+    (beside, slow), long = seconds([1.0, 4.0])
+    assert beside == alone
+    # Both ways at 1,000 bytes: 0.8 ms to send and 5 ms to travel, all of it four times as long.
+    assert slow - 40 * 3e-3 > 2 * (alone - 40 * 3e-3)
+    assert long > 2 * short
+
+
+def test_a_hollow_run_takes_as_long_as_a_numeric_one() -> None:
+    """Also where the head, of a large vocabulary, is dearer than the blocks."""
+    config = Config.from_dict(
+        {
+            "train": {"updates": 6, "eval_every": 6, "eval_sequences": 2, "device": "cpu"},
+            "mesh": {"stages": 3, "replicas": 2},
+            "pipeline": {"microbatch_size": 2},
+            "averaging": {"delay": "emergent"},
+            "model": {"layers": 3, "width": 16, "heads": 2, "context": 8, "vocab": 5000},
+            "links": {"bandwidth_mbps": 10.0, "latency_ms": 1.0},
+        }
+    )
+    numeric = run_job(language_model_job(config).job, lambda event: None).summary
+    builder = SummaryBuilder(config)
+    hollow_mesh(config, 5000, builder).run()
+    empty = builder.build("completed", 1.0, int)
+    assert empty["virtual_seconds"] == pytest.approx(numeric["virtual_seconds"], rel=1e-12)
+    assert empty["busy_fraction"] == pytest.approx(numeric["busy_fraction"], rel=1e-12)
+    assert max(empty["busy_fraction"].values()) > 3 * min(empty["busy_fraction"].values())
 
 
 def test_a_slow_replica_never_slows_another_one() -> None:
@@ -241,7 +295,8 @@ def test_who_has_finished_takes_part_in_no_more_rounds() -> None:
 @pytest.mark.parametrize(
     ("averaging", "dtype"),
     [
-        ({"method": "allreduce", "fraction": 0.05}, "float32"),
+        ({"method": "allreduce"}, "float32"),
+        ({"method": "async-delta", "delay": 2, "wire_dtype": "float32"}, "float64"),
         ({"method": "async-delta", "delay": 2}, "float32"),
         ({"method": "async-delta", "delay": 2}, "float64"),
         ({"method": "async-delta", "delay": 2, "wire_dtype": "bfloat16"}, "bfloat16"),
@@ -261,8 +316,8 @@ def test_a_hollow_mesh_counts_the_bytes_of_a_numeric_one(
     )
     numeric = run_job(language_model_job(config).job, lambda event: None)
     builder = SummaryBuilder(config)
-    VirtualMesh(config, builder, sizes=stage_sizes(config, 256)).run()
-    counted = builder.build("completed", 1.0, 1)["bytes_sent"]
+    hollow_mesh(config, 256, builder).run()
+    counted = builder.build("completed", 1.0, int)["bytes_sent"]
     for worker, sent in numeric.summary["bytes_sent"].items():
         assert counted[worker]["pipeline"] == sent["pipeline"]
         # A class of a cycle may be one coordinate smaller than the largest.

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from asyncmesh.config import ModelConfig
 from asyncmesh.errors import AsyncMeshError, ConfigError
 from asyncmesh.model.generation import generate
 from asyncmesh.model.gpt import (
@@ -24,6 +23,7 @@ from asyncmesh.model.gpt import (
     build_stages,
     cross_entropy,
 )
+from asyncmesh.sections import ModelConfig
 
 VOCAB = 50
 POSITIONS = pytest.mark.parametrize("positions", ["rotary", "learned"])

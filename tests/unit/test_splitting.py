@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from asyncmesh.config import ModelConfig
 from asyncmesh.errors import ConfigError
 from asyncmesh.model.gpt import build_stages
 from asyncmesh.model.splitting import component_costs, partition, split, stage_costs
+from asyncmesh.sections import ModelConfig
 
 
 def config(**changes: Any) -> ModelConfig:

@@ -76,29 +76,25 @@ def memory(settings: Settings = None, preset: Preset = None) -> None:
         config = read(settings, preset).config()
     vocab = config.model.vocab or load_source(config.data.source).needed_vocab
     table = Table("stage", "coordinates", "in flight", "versions", "weights", "averaging", box=None)
-    if measured:
-        table.add_column("measured: versions")
-        table.add_column("weights")
-        table.add_column("averaging")
     for stage in predict(config, stage_sizes(config, vocab), weights_width(config)):
-        row = [
-            str(stage.stage),
-            f"{stage.coordinates:,}",
-            str(stage.in_flight),
+        said = [
             str(stage.buffers),
             _megabytes(stage.weight_bytes),
             _megabytes(stage.averaging_bytes),
         ]
         held = measured.get(f"stage-{stage.stage}-replica-0")
         if held:
-            row += [
+            found = [
                 str(held["buffers"]),
                 _megabytes(held["buffers"] * held["buffer_bytes"]),
                 _megabytes(held["averaging_bytes"]),
             ]
-        table.add_row(*row)
+            said = [f"{one} / {other}" for one, other in zip(said, found, strict=True)]
+        table.add_row(str(stage.stage), f"{stage.coordinates:,}", str(stage.in_flight), *said)
     console.print(table)
     print("a worker of each stage; versions: full copies of its weights that are live at once")
+    if measured:
+        print("predicted / measured; measured is the most there ever was, at replica 0")
 
 
 def _megabytes(count: int) -> str:

@@ -119,14 +119,13 @@ def _figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
         figures.append(
             ("mean delay by stage", f"{shown}{' …' if len(delays) > 16 else ''} updates")
         )
-    if rounds["completed"] or rounds["skipped"]:
-        figures.append(
-            (
-                "rounds merged",
-                f"{rounds['completed']:,} ({rounds['skipped']:,} skipped), mean delay"
-                f" {rounds['mean_delay_updates']:.1f} updates",
-            )
-        )
+    if summary["mesh"]["replicas"] > 1 and summary["method"]["averaging"] != "none":
+        shown = f"{rounds['completed']:,} ({rounds['skipped']:,} skipped)"
+        if rounds["completed"]:
+            shown += f", mean delay {rounds['mean_delay_updates']:.1f} updates"
+        else:
+            shown += ": the run was over before one could merge"
+        figures.append(("rounds merged", shown))
     for axis in ("pipeline", "data"):
         figures.append((f"{axis} axis sent", f"{sum(s[axis] for s in sent) / 1e6:,.1f} MB"))
     if summary["consensus_distance"]:

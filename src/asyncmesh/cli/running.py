@@ -58,9 +58,12 @@ _show = print_config
 
 
 def _run(config: Config, sample: bool) -> None:
+    import torch
+
     from asyncmesh.checkpoint.weights import mean_weights, save
     from asyncmesh.cli.console import progress
     from asyncmesh.cli.results import print_sample, print_summary
+    from asyncmesh.errors import ConfigError
     from asyncmesh.observe.folder import RunFolder
     from asyncmesh.observe.report import write_report
     from asyncmesh.simulator.language_model import language_model_job
@@ -77,6 +80,14 @@ def _run(config: Config, sample: bool) -> None:
     try:
         with progress("training", config.train.updates) as show:
             result = run_job(built.job, folder, show)
+    except torch.OutOfMemoryError:
+        folder.close()
+        raise ConfigError(
+            "pipeline.microbatch_size",
+            config.pipeline.microbatch_size,
+            "the GPU's memory does not suffice for the microbatches in flight",
+            "lower it, model.context or model.width, or use train.device=cpu",
+        ) from None
     except BaseException:
         folder.close()
         raise
@@ -95,16 +106,15 @@ def _run(config: Config, sample: bool) -> None:
 
 def _run_hollow(config: Config) -> None:
     import time
+    from functools import partial
 
     from asyncmesh.cli.results import print_summary
     from asyncmesh.data.sources import load_source
-    from asyncmesh.model.splitting import stage_costs
     from asyncmesh.observe.events import Event
     from asyncmesh.observe.folder import RunFolder
     from asyncmesh.observe.report import write_report
     from asyncmesh.observe.summary import SummaryBuilder
-    from asyncmesh.simulator.language_model import stage_sizes, tokens_per_microbatch
-    from asyncmesh.simulator.mesh import VirtualMesh
+    from asyncmesh.simulator.language_model import hollow_mesh, tokens_of
 
     vocab = config.model.vocab or load_source(config.data.source).needed_vocab
     builder = SummaryBuilder(config)
@@ -116,12 +126,7 @@ def _run_hollow(config: Config) -> None:
         if folder is not None:
             folder(event)
 
-    mesh = VirtualMesh(
-        config,
-        emit,
-        sizes=stage_sizes(config, vocab),
-        stage_costs=stage_costs(config.model, vocab, config.mesh.stages),
-    )
+    mesh = hollow_mesh(config, vocab, emit)
     began_s = time.perf_counter()
     try:
         mesh.run()
@@ -130,7 +135,7 @@ def _run_hollow(config: Config) -> None:
             folder.close()
         raise
     wall_s = time.perf_counter() - began_s
-    summary: dict[str, Any] = builder.build("completed", wall_s, tokens_per_microbatch(config))
+    summary: dict[str, Any] = builder.build("completed", wall_s, partial(tokens_of, config))
     if folder is not None:
         folder.finish(summary)
         print(f"report: {write_report(folder.path)}")

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from asyncmesh.config import ModelConfig
 from asyncmesh.errors import ConfigError
 from asyncmesh.model.splitting import split
+from asyncmesh.sections import ModelConfig
 
 WEIGHT_STD = 0.02
 ROTARY_BASE = 10_000.0

@@ -14,8 +14,8 @@ import operator
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
-from asyncmesh.config import ModelConfig
 from asyncmesh.errors import ConfigError
+from asyncmesh.sections import ModelConfig
 
 
 def component_costs(model: ModelConfig, vocab: int) -> list[float]:

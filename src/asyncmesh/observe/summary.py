@@ -1,4 +1,4 @@
-"""From events to `summary.json`, in one pass and constant memory.
+"""From events to `summary.json`, in one pass; what it keeps grows with updates, not with events.
 
 Owns the file's contract. Invariant: `SummaryBuilder` sees nothing but events (and what it is told
 once about the run), so feeding it the events of a folder again gives the same summary.
@@ -140,10 +140,12 @@ class SummaryBuilder:
         entry[0] += event.loss
         entry[1] += 1
 
-    def build(self, status: str, wall_seconds: float, tokens_per_microbatch: int) -> dict[str, Any]:
-        """The content of `summary.json`."""
+    def build(
+        self, status: str, wall_seconds: float, tokens_of: Callable[[int], int]
+    ) -> dict[str, Any]:
+        """The content of `summary.json`. `tokens_of` says how many are in so many microbatches."""
         config, curve = self._config, self._curve
-        tokens = self._microbatches * tokens_per_microbatch
+        tokens = tokens_of(self._microbatches)
         return {
             "status": status,
             "clock": "virtual",  # of every duration but wall_seconds

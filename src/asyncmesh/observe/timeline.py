@@ -153,7 +153,7 @@ def _panels(figure: Figure, rows: dict[int, list[Worker]], length: float) -> lis
     )
     panels: list[Axes] = list(column[:, 0])
     for axes, (replica, workers) in zip(panels, rows.items(), strict=True):
-        axes.set_xlim(0.0, length)
+        axes.set_xlim(0.0, length or 1.0)  # computing may be said to take no time
         axes.set_ylim(len(workers) - 0.5, -0.5)
         axes.set_yticks(range(len(workers)), [f"stage {worker.stage}" for worker in workers])
         axes.set_ylabel(f"replica {replica}")

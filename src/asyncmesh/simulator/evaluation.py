@@ -27,8 +27,10 @@ Progress = Callable[[int, float], None]  # update, loss
 _LOSSES_KEPT_ON_DEVICE = (
     64  # reading one would stop the GPU's queue; a divergence may wait that long
 )
-# Uneven replicas drift apart; weights of more validations than this are not kept for the slow ones.
-_OPEN_AT_ONCE = 4
+# Uneven replicas drift apart in time. Weights that wait for a slow one's may take this much memory
+# (but four validations may always wait); then a validation is given up rather than the machine.
+_HELD_BYTES = 2**30
+_HELD_AT_LEAST = 4
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class RunObserver(Observer):
     emit: Sink
     programs: Sequence[StageProgram]
     validation: Sequence[Batch]
-    tokens_per_microbatch: Callable[[], int]
+    tokens: Callable[[int], int]  # in so many microbatches
     progress: Progress | None = None
     _pending: list[PendingLoss] = field(default_factory=list)
     _collected: dict[int, dict[tuple[int, int], Tensor]] = field(default_factory=dict)
@@ -97,7 +99,7 @@ class RunObserver(Observer):
         mesh, last = self.config.mesh, update == self.config.train.updates
         if worker.engine is None or not (self.validation or last):
             return
-        if update not in self._collected and not last and len(self._collected) >= _OPEN_AT_ONCE:
+        if update not in self._collected and not last and not self._has_room():
             self._given_up.add(update)
         if update in self._given_up:
             return
@@ -110,6 +112,11 @@ class RunObserver(Observer):
             self.flush()
             del self._collected[update]
             self._evaluate(self._latest_s.pop(update), update, last, collected)
+
+    def _has_room(self) -> bool:
+        """Whether the weights of one more validation may wait for the slowest replica."""
+        a_set = sum(p.layout.numel for p in self.programs) * 4 * self.config.mesh.replicas
+        return len(self._collected) < max(_HELD_AT_LEAST, _HELD_BYTES // max(1, a_set))
 
     def _evaluate(
         self, time_s: float, update: int, last: bool, weights: Mapping[tuple[int, int], Tensor]
@@ -124,8 +131,8 @@ class RunObserver(Observer):
             if last:
                 of_replicas = tuple(self._validation_loss(row) for row in replicas)
         microbatches = update * self.config.pipeline.accumulation * mesh.replicas
-        tokens = microbatches * self.tokens_per_microbatch()
         distance = consensus_distance(replicas, means)
+        tokens = self.tokens(microbatches)
         self.emit(Evaluation(time_s, update, tokens, loss, of_replicas, distance))
         if not math.isfinite(distance) or (loss is not None and not math.isfinite(loss)):
             what = "the validation loss" if loss is not None else "a weight"

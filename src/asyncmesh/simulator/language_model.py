@@ -9,12 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from asyncmesh.config import Config
 from asyncmesh.data.sampler import Dataset, open_data
+from asyncmesh.errors import ConfigError
 from asyncmesh.model.gpt import build_stage, build_stages, cross_entropy
 from asyncmesh.model.splitting import stage_costs
-from asyncmesh.simulator.mesh import Sizes
+from asyncmesh.observe.events import Sink
+from asyncmesh.simulator.mesh import Sizes, VirtualMesh, wire_width
 from asyncmesh.simulator.run import Job, choose_device
 
 
@@ -29,12 +32,9 @@ class LanguageModelJob:
 def language_model_job(config: Config) -> LanguageModelJob:
     """The model and data that the configuration names, ready to run."""
     data, device = open_data(config), choose_device(config)
-    stages = build_stages(config.model, data.vocab, config.mesh.stages, config.seed)
-    if config.train.dtype == "float64":
-        stages = [stage.double() for stage in stages]
     job = Job(
         config=config,
-        stages=[stage.to(device) for stage in stages],
+        stages=_built(config, data.vocab, device),
         loss=cross_entropy,
         batches=data.batches,
         device=device,
@@ -44,19 +44,42 @@ def language_model_job(config: Config) -> LanguageModelJob:
     return LanguageModelJob(job, data)
 
 
+def _built(config: Config, vocab: int, device: torch.device) -> list[nn.Module]:
+    try:
+        stages = build_stages(config.model, vocab, config.mesh.stages, config.seed)
+        dtype = torch.float64 if config.train.dtype == "float64" else torch.float32
+        return [stage.to(device, dtype) for stage in stages]
+    except (RuntimeError, MemoryError) as error:
+        if "alloc" not in str(error) and "memory" not in str(error):
+            raise
+        parameters = sum(stage_sizes(config, vocab).coordinates)
+        raise ConfigError(
+            "model.width",
+            config.model.width,
+            f"a model of {parameters:,} parameters does not fit into this machine's memory",
+            f"lower it, or model.layers = {config.model.layers}",
+        ) from None
+
+
+def hollow_mesh(config: Config, vocab: int, emit: Sink) -> VirtualMesh:
+    """The mesh of such a job without its numbers: the same decisions at the same virtual times."""
+    costs = stage_costs(config.model, vocab, config.mesh.stages)
+    return VirtualMesh(config, emit, sizes=stage_sizes(config, vocab), stage_costs=costs)
+
+
 def stage_sizes(config: Config, vocab: int) -> Sizes:
     """What a hollow mesh needs to know, without allocating the model."""
     stages, model = config.mesh.stages, config.model
     # Under bfloat16 autocast the residual stream between blocks stays float32.
-    width = 2 if config.pipeline.wire_dtype == "bfloat16" else weights_width(config)
+    width = wire_width(config.pipeline.wire_dtype, weights_width(config))
     activation = config.pipeline.microbatch_size * model.context * model.width * width
     parts = [build_stage(model, vocab, stages, s, config.seed, "meta") for s in range(stages)]
     coordinates = [sum(p.numel() for p in part.parameters()) for part in parts]
     return Sizes([activation] * (stages - 1), coordinates, weights_width(config))
 
 
-def tokens_per_microbatch(config: Config) -> int:
-    return config.pipeline.microbatch_size * config.model.context
+def tokens_of(config: Config, microbatches: int) -> int:
+    return microbatches * config.pipeline.microbatch_size * config.model.context
 
 
 def weights_width(config: Config) -> int:

@@ -51,15 +51,20 @@ def pipeline_links(config: Config, replica: int, direction: str) -> list[Link]:
     bandwidths = _per_edge(links.bandwidth_mbps, edges)
     latencies = _per_edge(links.latency_ms, edges)
     jitters = _per_edge(links.jitter_ms, edges)
+    slow = links.replica_slowdown[replica] if links.replica_slowdown else 1.0
     return [
         Link(
-            bandwidths[edge],
-            latencies[edge] or 0.0,
-            jitters[edge] or 0.0,
+            _slower(bandwidths[edge], slow),
+            (latencies[edge] or 0.0) * slow,
+            (jitters[edge] or 0.0) * slow,
             f"{config.seed}/{replica}/{edge}/{direction}",
         )
         for edge in range(edges)
     ]
+
+
+def _slower(bandwidth_mbps: float | None, factor: float) -> float | None:
+    return None if bandwidth_mbps is None else bandwidth_mbps / factor
 
 
 class RingLink:
@@ -67,7 +72,7 @@ class RingLink:
 
     M replicas each send 2(M-1)/M of the payload in 2(M-1) steps, so an all-reduce that the last
     replica joins at t is done at max(t, previous) + 2(M-1)/M · bytes / bandwidth + 2(M-1) ·
-    latency.
+    latency. The slowest replica's links set the pace of all.
     """
 
     def __init__(self, config: Config) -> None:
@@ -80,8 +85,10 @@ class RingLink:
         if latency is None:
             latencies = _per_edge(links.latency_ms, edges)
             latency = max((given or 0.0 for given in latencies), default=0.0)
+        slow = max(links.replica_slowdown, default=1.0)
+        bandwidth = _slower(bandwidth, slow)
         self._bytes_per_s = None if bandwidth is None else bandwidth * _MEGABIT
-        self._latency_s = latency / 1e3
+        self._latency_s = latency / 1e3 * slow
         self._free_s = 0.0
 
     def bytes_sent(self, payload: int, members: int) -> int:

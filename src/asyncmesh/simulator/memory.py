@@ -84,6 +84,7 @@ def _shortened(config: Config) -> Config:
         train={"updates": updates},
         optimizer={"warmup_updates": 0},
         compute={"replica_slowdown": []},
+        links={"replica_slowdown": []},
     )
 
 

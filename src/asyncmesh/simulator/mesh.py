@@ -22,7 +22,7 @@ from torch import Tensor
 
 from asyncmesh.algorithm.correction import mean_in_order
 from asyncmesh.config import Config
-from asyncmesh.engine import Engine
+from asyncmesh.engine import Engine, wire_dtype
 from asyncmesh.errors import ProtocolError
 from asyncmesh.observe.events import (
     Backward,
@@ -68,6 +68,11 @@ class Sizes:
     activation_bytes: Sequence[int]  # of a microbatch, by pipeline edge
     coordinates: Sequence[int]  # by stage
     weight_width: int = 4  # bytes of a coordinate
+
+
+def wire_width(setting: str, width: int) -> int:
+    """Bytes on the wire of a number that takes `width` at its sender (see `engine.wire_dtype`)."""
+    return width if setting == "auto" else min(width, getattr(torch, setting).itemsize)
 
 
 @dataclass(eq=False, slots=True)
@@ -147,7 +152,6 @@ class VirtualMesh:
         self._queue: list[tuple[float, int, VirtualWorker, Input]] = []
         self._caused = 0
         self.inputs = 0  # handled by state machines so far
-        self._wire = torch.bfloat16 if config.pipeline.wire_dtype == "bfloat16" else None
         self._targets: dict[tuple[int, int], Tensor] = {}
         self.workers = self._build(engines, stage_costs)
         self._meaning: dict[type, Callable[[VirtualWorker, Any, float], float]] = {
@@ -169,7 +173,7 @@ class VirtualMesh:
     ) -> list[VirtualWorker]:
         config = self._config
         stages, replicas = config.mesh.stages, config.mesh.replicas
-        width = 2 if config.averaging.wire_dtype == "bfloat16" else self._sizes.weight_width
+        width = wire_width(config.averaging.wire_dtype, self._sizes.weight_width)
         groups = [RoundGroup(RingLink(config), n, width) for n in self._sizes.coordinates]
         workers = []
         for replica in range(replicas):
@@ -303,9 +307,8 @@ class VirtualMesh:
         """A tensor as the receiver gets it, and the bytes that it took."""
         if tensor is None:
             return None, 0
-        sent = tensor
-        if self._wire is not None and tensor.is_floating_point():
-            sent = tensor.to(self._wire)
+        wire = wire_dtype(self._config.pipeline.wire_dtype, tensor.dtype)
+        sent = tensor.to(wire) if wire is not None and tensor.is_floating_point() else tensor
         return sent.to(tensor.dtype), sent.numel() * sent.element_size()
 
     def _start_round(self, worker: VirtualWorker, action: StartRound, at_s: float) -> float:

@@ -40,16 +40,34 @@ class Result:
 
 
 class CountedBatches:
-    """The data, with the number of tokens (targets) in a microbatch, known after the first."""
+    """The data, checked for what it is, with the tokens (targets) that were drawn."""
 
     def __init__(self, batches: BatchFunction) -> None:
         self._batches = batches
-        self.tokens = 0
+        self._drawn = self._tokens = 0
 
     def __call__(self, replica: int, microbatch: int) -> Batch:
         batch = self._batches(replica, microbatch)
-        self.tokens = self.tokens or batch[1].numel()
+        check_batch(batch, f"batches({replica}, {microbatch})")
+        self._drawn += 1
+        self._tokens += batch[1].numel()
         return batch
+
+    def tokens(self, microbatches: int) -> int:
+        """In so many microbatches; by the mean of those drawn, should they differ in size."""
+        return round(self._tokens / self._drawn * microbatches) if self._drawn else 0
+
+
+def check_batch(batch: object, name: str) -> None:
+    """A pair of tensors, with at least one target."""
+    if not (
+        isinstance(batch, tuple | list)
+        and len(batch) == 2
+        and all(isinstance(part, Tensor) for part in batch)
+    ):
+        raise StageError(f"{name}: must be a pair of tensors; return (input, target)")
+    if not batch[1].numel():
+        raise StageError(f"{name}: has no targets; give every batch at least one")
 
 
 @dataclass(frozen=True)
@@ -68,11 +86,30 @@ class Job:
 
 def build_programs(job: Job) -> list[StageProgram]:
     """The stages' code, which several runs of a job may share (it is compiled only once)."""
+    _check_stages(job.stages)
     last = len(job.stages) - 1
     return [
         StageProgram(module, job.config, job.device, job.loss if stage == last else None)
         for stage, module in enumerate(job.stages)
     ]
+
+
+def _check_stages(stages: Sequence[nn.Module]) -> None:
+    """Each is a module, and what it trains is its own: stages live on different machines."""
+    owner: dict[int, tuple[int, str]] = {}
+    for stage, module in enumerate(stages):
+        if not isinstance(module, nn.Module):
+            raise StageError(
+                f"stages[{stage}] is a {type(module).__name__}: a stage must be an nn.Module; wrap"
+                " a function in one"
+            )
+        for name, parameter in module.named_parameters():
+            first, its_name = owner.setdefault(id(parameter), (stage, name))
+            if first != stage:
+                raise StageError(
+                    f"stages[{stage}].{name} is stages[{first}].{its_name}: stages train apart and"
+                    " cannot share a parameter; give each its own, e.g. copy.deepcopy(stage)"
+                )
 
 
 def run_job(
@@ -97,7 +134,7 @@ def run_job(
         ]
         for replica in range(config.mesh.replicas)
     ]
-    observer = RunObserver(config, emit, programs, job.validation, lambda: batches.tokens, progress)
+    observer = RunObserver(config, emit, programs, job.validation, batches.tokens, progress)
     sizes = Sizes([0] * (len(programs) - 1), [program.layout.numel for program in programs])
     mesh = VirtualMesh(
         config,
@@ -160,7 +197,15 @@ def simulate_modules(
     Raises `DivergedError` when the loss is not finite any more; its attribute `result` holds
     everything up to then.
     """
+    if not isinstance(config, Config):
+        raise ConfigError(
+            "config", config, "must be a Config", "pass asyncmesh.Config.from_dict({...})"
+        )
+    if isinstance(stages, nn.Module) and not isinstance(stages, nn.Sequential | nn.ModuleList):
+        raise StageError("stages: must be a list of modules; pass [module] for a single stage")
     stages = list(stages)
+    for number, batch in enumerate(validation):
+        check_batch(batch, f"validation[{number}]")
     if not stages:
         raise StageError("stages = []: a pipeline needs at least one stage; pass a list of modules")
     if "stages" not in config.mesh.model_fields_set and config.mesh.stages != len(stages):
