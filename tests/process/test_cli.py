@@ -75,7 +75,10 @@ def test_a_run_can_be_reported_inspected_and_asked_to_write(run: Path) -> None:
     assert asyncmesh("report", str(run), folder=run).returncode == 0
     assert (run / "report.html").is_file()
     memory = asyncmesh("inspect", "memory", str(run), folder=run)
-    assert "measured" in memory.stdout
+    assert "predicted / measured" in memory.stdout
+    ambiguous = asyncmesh("inspect", "memory", str(run), "--mesh.stages=1", folder=run)
+    assert ambiguous.returncode == 2
+    assert "a finished run's settings are its own" in ambiguous.stderr
     written = asyncmesh("generate", str(run), "--tokens=5", "--prompt=ab", folder=run)
     assert written.returncode == 0, written.stderr
     assert written.stdout.startswith("ab")
@@ -117,6 +120,12 @@ MISTAKES = [
     (["compare", "--case", "A: seed=1", "--case", "a: seed=2"], "would share a folder"),
     (["compare", "--preset=data-axis", "--seeds=0,0"], "has a seed twice"),
     (["train", "--train.updates=true"], "train.updates = True"),
+    (["compare", "--case", "A: seed=1"], "case A: seed = 1: is the comparison's own business"),
+    (["compare", "--output_dir=x", "--over", "seed=1"], "use --output for all of them"),
+    (["simulate", "--data.source=~no-such-user/x"], "names a home folder that does not exist"),
+    (["simulate", f"--output_dir={'x' * 300}"], "choose a folder that can be written to"),
+    (["simulate", "--model.width=400000000"], "parameters does not fit into this machine's memory"),
+    (["generate", "absent", "--seed=100000000000000000000"], "--seed"),
 ]
 
 
@@ -151,8 +160,9 @@ def test_a_comparison_of_broken_tables(tmp_path: Path) -> None:
         ("seeds = 0", "compare.seeds = 0"),
         ('basline = "x"', "a [compare] table has title, baseline"),
         ("cases.a = 3", "compare.cases.a = 3"),
+        (None, "compare = 3: must be a table"),
     ):
-        (tmp_path / "c.toml").write_text(f"[compare]\n{table}\n")
+        (tmp_path / "c.toml").write_text(f"[compare]\n{table}\n" if table else "compare = 3\n")
         done = asyncmesh("compare", "c.toml", folder=tmp_path)
         assert done.returncode == 2
         assert told in done.stderr
@@ -248,6 +258,21 @@ def test_compare_writes_table_figures_and_plot(tmp_path: Path) -> None:
     assert len(made) == 8
     assert asyncmesh(*arguments, folder=tmp_path).returncode == 0
     assert {path: path.stat().st_mtime_ns for path in out.rglob("summary.json")} == made
+
+
+def test_a_comparison_follows_the_seed_and_the_data(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("all work and no play makes a dull text\n" * 100)
+    arguments = ("compare", *TINY, "--over", "averaging.method=none", "--output=out")
+    arguments += ("--seed=3", "--data.source=text.txt", "--jobs=1")
+    assert asyncmesh(*arguments, folder=tmp_path).returncode == 0
+    (made,) = (tmp_path / "out").rglob("summary.json")
+    assert json.loads(made.read_text())["seed"] == 3
+    before = made.stat().st_mtime_ns
+    text.write_text("another text, just as dull, that was written later\n" * 100)
+    os.utime(text, ns=(before + 10**9, before + 10**9))
+    assert asyncmesh(*arguments, folder=tmp_path).returncode == 0
+    assert made.stat().st_mtime_ns > before
 
 
 def test_nothing_loads_the_compiler_that_does_not_compile(tmp_path: Path) -> None:

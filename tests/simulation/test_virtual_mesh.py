@@ -56,6 +56,8 @@ def test_a_ring_costs_what_its_formula_says() -> None:
     assert ring.bytes_sent(1000, 4) == 1500
     assert ring.reduce(0.0, 1000, 4) == pytest.approx(0.0015 + 6 * 0.002)
     assert ring.reduce(0.0, 1000, 4) == pytest.approx(0.0030 + 6 * 0.002)
+    slowest = RingLink(config.replace(links={"replica_slowdown": [1.0, 3.0, 1.0, 2.0]}))
+    assert slowest.reduce(0.0, 1000, 4) == pytest.approx(3 * (0.0015 + 6 * 0.002))
 
 
 def test_asynchronous_pipelines_stay_busy_and_flushed_ones_do_not() -> None:

@@ -29,6 +29,18 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"model": {"heads": 3}}, "model.heads = 3: must divide model.width = 128"),
     ({"compute": {"replica_slowdown": [1.0]}}, "needs one factor for each of mesh.replicas = 2"),
     ({"optimizer": {"learning_rate": float("nan")}}, "optimizer.learning_rate = nan"),
+    ({"optimizer": {"learning_rate": 1e300}}, "must be less than or equal to 1000000000000"),
+    ({"averaging": {"fraction": 5e-324}}, "must be at least 1e-06: a cycle takes 1/fraction"),
+    ({"averaging": {"delay": "soon"}}, 'must be a valid integer or "emergent"'),
+    ({"averaging": {"max_in_flight": 2}}, "or a larger averaging.max_in_flight (now 2)"),
+    ({"averaging": {"method": "allreduce", "fraction": 0.1}}, "averages whole gradients"),
+    ({"averaging": {"method": "allreduce", "interval": 2}}, "averages whole gradients"),
+    ({"links": {"bandwidth_mbps": [-1]}}, "links.bandwidth_mbps = -1: must be greater than 0"),
+    ({"links": {"bandwidth_mbps": "x"}}, 'links.bandwidth_mbps = "x": must be a valid number;'),
+    ({"links": {"replica_slowdown": [1.0]}}, "needs one factor for each of mesh.replicas = 2"),
+    ({"pipeline": {"schedule": "1f1b", "extra_depth": [1]}}, "flushes at every update"),
+    ({"pipeline": {"schedule": "gpipe", "order": "eager"}}, "gpipe has an order of its own"),
+    ([1], "config = [1]: must be a dict of settings"),  # type: ignore[list-item]
 ]
 
 
@@ -117,6 +129,35 @@ def test_the_resolved_file_gives_the_same_run_again() -> None:
 
         again = Config.from_dict(tomllib.loads(to_toml(config)))
         assert resolved(again) == resolved(config)
+
+
+def test_a_resolved_file_does_not_bind_who_changes_it(tmp_path: Path) -> None:
+    file = tmp_path / "one.toml"
+    file.write_text(to_toml(Config.from_dict({"mesh": {"replicas": 1}})))
+    changed = collect(None, file, ["--mesh.replicas=2"]).config()
+    assert changed.rounds_in_flight == 10
+
+
+def test_a_method_drops_what_a_layer_below_meant_for_another(tmp_path: Path) -> None:
+    file = tmp_path / "deep.toml"
+    file.write_text('[pipeline]\nextra_depth = 2\norder = "eager"\n[averaging]\nfraction = 0.1\n')
+    flushed = collect(None, file, ["--pipeline.schedule=1f1b"])
+    assert flushed.config().pipeline.extra_depth == 0
+    assert "pipeline.order" not in flushed.origin
+    assert collect(None, file, ["--averaging.method=allreduce"]).config().averaging_fraction == 1
+    with pytest.raises(ConfigError, match="flushes at every update"):
+        collect(None, file, ["--pipeline.extra_depth=1", "--pipeline.schedule=1f1b"]).config()
+    for order in (1, -1):  # one layer is one layer, whatever the order in it
+        given = ["--averaging.delay=5", "--averaging.method=sparta"][::order]
+        with pytest.raises(ConfigError, match="sparta waits for every round"):
+            collect(None, None, given).config()
+
+
+def test_an_empty_table_that_is_none_is_unknown(tmp_path: Path) -> None:
+    file = tmp_path / "empty.toml"
+    file.write_text("[mesh]\n[foo]\n")
+    with pytest.raises(UnknownSettingError, match="foo: there is no such setting"):
+        collect(None, file, [])
 
 
 def test_flattened_and_nested_are_inverse() -> None:
