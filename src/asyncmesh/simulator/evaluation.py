@@ -115,8 +115,8 @@ class RunObserver(Observer):
 
     def _has_room(self) -> bool:
         """Whether the weights of one more validation may wait for the slowest replica."""
-        a_set = sum(p.layout.numel for p in self.programs) * 4 * self.config.mesh.replicas
-        return len(self._collected) < max(_HELD_AT_LEAST, _HELD_BYTES // max(1, a_set))
+        held = sum(flat.nbytes for waiting in self._collected.values() for flat in waiting.values())
+        return held < _HELD_BYTES or len(self._collected) < _HELD_AT_LEAST
 
     def _evaluate(
         self, time_s: float, update: int, last: bool, weights: Mapping[tuple[int, int], Tensor]
