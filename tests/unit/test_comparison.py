@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -257,6 +258,15 @@ def test_final_losses_are_dots_best_first_with_the_baseline_as_a_line() -> None:
     assert list(np.asarray(baseline.get_xdata())) == [2.5, 2.5]
     told = [text.get_text() for text in below.texts]
     assert {"-4.0%", "2.400", "baseline", "2.500", "+16.0%", "2.900", "diverged"} <= set(told)
+
+
+def test_a_case_in_view_is_in_view_with_all_its_seeds() -> None:
+    cases = [curve(f"case {n}", 2.5 + n / 50, 5.0, 3.0, 2.5 + n / 50) for n in range(3)]
+    spread = replace(cases[2], finals=[2.3, 2.5, 2.9])  # of its 2.54
+    below = curves.draw([*cases[:2], spread], "Title").subfigs[1].axes[0]
+    left, right = below.get_xlim()
+    assert left < 2.3
+    assert right > 2.9
 
 
 def test_a_far_worse_case_does_not_hide_the_differences_of_the_others() -> None:

@@ -177,9 +177,12 @@ def _draw_finals(
     axes.set_yticks(places, [names[curve.name] for curve in rows])
     for tick in axes.get_yticklabels():
         tick.set_color(style.INK)
-    finals = [final for curve in rows if curve.final is not None for final in curve.finals]
-    if finals:
-        axes.set_xlim(*_widened(*finals_in_view(finals)))
+    means = [curve.final for curve in rows if curve.final is not None]
+    if means:
+        _, worst = finals_in_view(means)
+        # A case in view is in view with all its runs.
+        of_runs = [f for c in rows if c.final is not None and c.final <= worst for f in c.finals]
+        axes.set_xlim(*_widened(min(of_runs), max(of_runs)))
         axes.set_xlabel("validation loss (nats per token)")
     else:
         axes.spines["bottom"].set_visible(False)
