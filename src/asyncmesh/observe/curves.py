@@ -221,9 +221,9 @@ def _draw_final(axes: Axes, curve: Curve, place: float, colour: str, has_baselin
 
 
 def finals_in_view(finals: Sequence[float]) -> tuple[float, float]:
-    """The best, and the worst that is not five times as far from it as the median is."""
+    """The best, and the worst that is not ten times as far from it as the median is."""
     best = min(finals)
-    reach = 5 * (median(finals) - best)
+    reach = 10 * (median(finals) - best)
     near = [final for final in finals if final - best <= reach]
     return best, max(near) if len(near) > 1 else max(finals)
 
