@@ -163,7 +163,9 @@ class Config(Section):
     def _obeys_the_rules(self) -> Self:
         self._check_edges()
         self._check_schedule()
-        self._check_averaging()
+        if self.averaging.method != "none" and self.mesh.replicas > 1:
+            self._check_method()
+            self._check_rounds()
         self._check_slowdowns()
         if self.model.width % self.model.heads:
             raise ConfigError(
@@ -220,10 +222,9 @@ class Config(Section):
                 "remove it, or use pipeline.schedule=async",
             )
 
-    def _check_averaging(self) -> None:
-        method, delay = self.averaging.method, self.averaging_delay
-        if method == "none" or self.mesh.replicas == 1:
-            return  # no rounds, so nothing that could overlap
+    def _check_method(self) -> None:
+        """No value that the averaging method has no use for."""
+        method = self.averaging.method
         if method == "allreduce":
             for key in ("fraction", "interval"):
                 value = getattr(self.averaging, key)
@@ -234,19 +235,23 @@ class Config(Section):
                         "allreduce averages whole gradients at every update",
                         f"remove it, or use averaging.method=sparta for a {key} of your own",
                     )
+        if not method.startswith("async-") and self.averaging_delay != 0:
+            raise ConfigError(
+                "averaging.delay",
+                self.averaging.delay,
+                f"{method} waits for every round, so its delay is 0",
+                "remove averaging.delay, or use a method that begins with async-",
+            )
+
+    def _check_rounds(self) -> None:
+        """A coordinate is in at most one round in flight."""
+        delay = self.averaging_delay
         if self.averaging_fraction < _LEAST_FRACTION:
             raise ConfigError(
                 "averaging.fraction",
                 self.averaging_fraction,
                 f"must be at least {_LEAST_FRACTION:g}: a cycle takes 1/fraction rounds",
                 f"try averaging.fraction={_AVERAGING_DEFAULTS['sparta']['fraction']}",
-            )
-        if not method.startswith("async-") and delay != 0:
-            raise ConfigError(
-                "averaging.delay",
-                self.averaging.delay,
-                f"{method} waits for every round, so its delay is 0",
-                "remove averaging.delay, or use a method that begins with async-",
             )
         if self.averaging.max_in_flight is not None and self.rounds_in_flight > self.classes:
             raise ConfigError(

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 
@@ -168,24 +168,20 @@ class Engine:
             target = target.to(self.program.device, non_blocking=True)
         self._seed_randomness(microbatch)
         version = self.pool.acquire()
-        with self.program.autocast(), self._in_place_explained(x):
-            output = self.program.run(version.leaves, self._constants, x, target)
-        self._check_output(output, target is not None, x.requires_grad or bool(version.leaves))
-        self._in_flight[microbatch] = _InFlight(version, x, output)
-        return output.detach()
-
-    @contextmanager
-    def _in_place_explained(self, x: Tensor) -> Iterator[None]:
-        """A stage's input is the root of its graph, so the stage must not change it."""
         try:
-            yield
+            with self.program.autocast():
+                output = self.program.run(version.leaves, self._constants, x, target)
         except RuntimeError as error:
+            # The input is the root of the stage's graph and another stage's output.
             if x.requires_grad and "in-place operation" in str(error):
                 raise StageError(
                     f"stage {self.stage} changes its input in place, which another stage computed"
                     " and still needs; make its first operation a copying one (inplace=False)"
                 ) from error
             raise
+        self._check_output(output, target is not None, x.requires_grad or bool(version.leaves))
+        self._in_flight[microbatch] = _InFlight(version, x, output)
+        return output.detach()
 
     def _check_output(self, output: object, is_loss: bool, is_trained: bool) -> None:
         if is_loss and (not isinstance(output, Tensor) or output.ndim):
@@ -359,6 +355,11 @@ def wire_dtype(setting: str, dtype: torch.dtype) -> torch.dtype | None:
     """What a tensor of `dtype` is converted to for the wire; None: sent as it is, never wider."""
     wire: torch.dtype = dtype if setting == "auto" else getattr(torch, setting)
     return wire if wire.itemsize < dtype.itemsize else None
+
+
+def wire_width(setting: str, width: int) -> int:
+    """Bytes on the wire of a number that takes `width` at its sender: the same rule in bytes."""
+    return width if setting == "auto" else min(width, getattr(torch, setting).itemsize)
 
 
 def _described(value: object) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import product
@@ -105,7 +105,7 @@ def compare(
     """Run several methods on the same work; writes a table and a plot."""
     path, layers = the_file(settings), read(settings, preset)
     config = layers.config()  # a mistake in the common settings is told before anything else
-    _check_common(layers)
+    _check_own_business("", layers.values, ["output_dir"])
     if show_config:
         return print_config(layers, config)
     given = _given(preset, path)
@@ -149,15 +149,20 @@ def _given(preset: str | None, path: Path | None) -> CompareTable:
         ) from None
 
 
-def _check_common(layers: Layers) -> None:
-    """A comparison gives every run its folder."""
-    if "output_dir" in layers.values:
-        raise ConfigError(
-            "output_dir",
-            layers.values["output_dir"],
-            "is of a single run; a comparison has a folder for each",
-            "use --output for all of them",
-        )
+# What a comparison sets for each of its runs, and how it is told.
+_OWN_BUSINESS = {"seed": "use --seeds", "output_dir": "use --output for all of them"}
+
+
+def _check_own_business(where: str, values: Mapping[str, Any], own: Iterable[str]) -> None:
+    """No setting that would be overwritten without a word."""
+    for setting in own:
+        if setting in values:
+            raise ConfigError(
+                f"{where}{setting}",
+                values[setting],
+                "is the comparison's own business",
+                _OWN_BUSINESS[setting],
+            )
 
 
 def _plan(
@@ -186,14 +191,7 @@ def _plan(
         )
     _check_names(cases)
     for name, values in cases.items():
-        for setting in ("seed", "output_dir"):
-            if setting in values:
-                raise ConfigError(
-                    f"case {name}: {setting}",
-                    values[setting],
-                    "is the comparison's own business",
-                    "use --seeds and --output",
-                )
+        _check_own_business(f"case {name}: ", values, _OWN_BUSINESS)
     baseline = baseline or given.baseline
     if baseline is not None and baseline not in cases:
         if only is None:
@@ -202,6 +200,7 @@ def _plan(
             )
         baseline = None
     chosen = given.grid | dict(_parse_choices(text, "--grid") for text in grid)
+    _check_own_business("grid: ", chosen, _OWN_BUSINESS)
     return Plan(given.title, cases, chosen, _parse_seeds(seeds, given.seeds), baseline)
 
 
@@ -327,16 +326,14 @@ def run_task(task: RunTask, threads: int) -> dict[str, Any]:
 def _is_up_to_date(task: RunTask) -> bool:
     """As `make` sees it: finished with this very configuration, after its data last changed."""
     from asyncmesh.configuration import to_toml
-    from asyncmesh.data.sources import BUILTIN
+    from asyncmesh.data.sources import modified_s
     from asyncmesh.observe.folder import read_summary
 
     made, summary = task.folder / "config.toml", task.folder / "summary.json"
     if not summary.is_file() or made.read_text(encoding="utf-8") != to_toml(task.config):
         return False
-    data = task.config.data
-    sources = [Path(name).expanduser() for name in (data.source, data.validation) if name]
-    finished = summary.stat().st_mtime
-    if any(path.name != BUILTIN and path.stat().st_mtime > finished for path in sources):
+    data, finished_s = task.config.data, summary.stat().st_mtime
+    if max(modified_s(name) for name in (data.source, data.validation) if name) > finished_s:
         return False
     return bool(read_summary(task.folder)["status"] != "interrupted")
 

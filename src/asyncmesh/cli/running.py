@@ -80,16 +80,15 @@ def _run(config: Config, sample: bool) -> None:
     try:
         with progress("training", config.train.updates) as show:
             result = run_job(built.job, folder, show)
-    except torch.OutOfMemoryError:
+    except BaseException as error:
         folder.close()
-        raise ConfigError(
-            "pipeline.microbatch_size",
-            config.pipeline.microbatch_size,
-            "the GPU's memory does not suffice for the microbatches in flight",
-            "lower it, model.context or model.width, or use train.device=cpu",
-        ) from None
-    except BaseException:
-        folder.close()
+        if isinstance(error, torch.OutOfMemoryError):
+            raise ConfigError(
+                "pipeline.microbatch_size",
+                config.pipeline.microbatch_size,
+                "the GPU's memory does not suffice for the microbatches in flight",
+                "lower it, model.context or model.width, or use train.device=cpu",
+            ) from None
         raise
     folder.finish(result.summary)
     if result.summary["updates"] and result.error is None:

@@ -68,6 +68,14 @@ def load_source(name: str, setting: str = "data.source") -> TokenStream:
     return TokenStream(tokens, kind, name)
 
 
+def modified_s(name: str) -> float:
+    """When a source's file last changed; 0 for the built-in text and for a file that is gone."""
+    try:
+        return 0.0 if name == BUILTIN else _expanded(name).stat().st_mtime
+    except (OSError, _UnusableError):
+        return 0.0
+
+
 class _UnusableError(Exception):
     """A file that is no token stream: `rule; fix`."""
 

@@ -17,12 +17,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from asyncmesh.algorithm.correction import mean_in_order
 from asyncmesh.config import Config
-from asyncmesh.engine import Engine, wire_dtype
+from asyncmesh.engine import Engine, wire_dtype, wire_width
 from asyncmesh.errors import ProtocolError
 from asyncmesh.observe.events import (
     Backward,
@@ -68,11 +67,6 @@ class Sizes:
     activation_bytes: Sequence[int]  # of a microbatch, by pipeline edge
     coordinates: Sequence[int]  # by stage
     weight_width: int = 4  # bytes of a coordinate
-
-
-def wire_width(setting: str, width: int) -> int:
-    """Bytes on the wire of a number that takes `width` at its sender (see `engine.wire_dtype`)."""
-    return width if setting == "auto" else min(width, getattr(torch, setting).itemsize)
 
 
 @dataclass(eq=False, slots=True)
