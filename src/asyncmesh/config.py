@@ -91,6 +91,16 @@ class Config(Section):
             values[name] = {**values.get(name, {}), **changes}
         return Config.from_dict(values)
 
+    def on_a_real_mesh(self) -> Config:
+        """The same with rounds that take as long as they take, unless a delay was asked for.
+
+        A fixed delay is a thing of the simulator: a real worker would have to wait for a late mean.
+        """
+        asynchronous = self.averaging.method.startswith("async-")
+        if not asynchronous or self.averaging.delay is not None:
+            return self
+        return self.replace(averaging={"delay": "emergent"})
+
     # -- defaults that depend on the chosen method ------------------------------------------------
     def _of_method(self, key: str) -> Any:
         value = getattr(self.averaging, key)

@@ -41,6 +41,16 @@ class StageError(AsyncMeshError):
     """A stage handed to `simulate_modules` cannot be trained as it is."""
 
 
+class MeshError(AsyncMeshError):
+    """The mesh cannot be formed or kept: an address, a claim, a version, a peer."""
+
+
+class WireError(AsyncMeshError):
+    """What arrived over the network is not what it should be."""
+
+    exit_code = 1
+
+
 class DivergedError(AsyncMeshError):
     """The loss became NaN or infinite. `result` is all that was recorded (a simulator.Result)."""
 

@@ -51,6 +51,9 @@ class TrainConfig(Section):
         "float32", description="bfloat16 means autocast over float32 weights"
     )
     compile: bool = Field(False, description="torch.compile every stage")
+    threads: Positive | None = Field(
+        None, description="real mesh: CPU threads of a worker; default: a host's cores shared out"
+    )
 
 
 class MeshConfig(Section):
@@ -163,6 +166,9 @@ class LinksConfig(Section):
 
 
 class ComputeConfig(Section):
+    emulated: bool = Field(
+        False, description="real mesh: workers sleep for these times instead of computing"
+    )
     forward_ms: Milliseconds = Field(1.0, description="virtual time of a microbatch's forward")
     backward_ms: Milliseconds = Field(2.0, description="virtual time of a microbatch's backward")
     update_ms: Milliseconds = Field(

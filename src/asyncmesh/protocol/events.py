@@ -44,6 +44,16 @@ class MeanReceived(NamedTuple):
     round: int
 
 
+class StopRequested(NamedTuple):
+    """Somebody wants the run to end early. The first stage decides after which update."""
+
+
+class StopAt(NamedTuple):
+    """The first stage has decided: `update` is the last one."""
+
+    update: int
+
+
 Input = (
     Started
     | ActivationReceived
@@ -52,6 +62,8 @@ Input = (
     | BackwardFinished
     | UpdateFinished
     | MeanReceived
+    | StopRequested
+    | StopAt
 )
 
 # -- what to do now, in this order --------------------------------------------------------------

@@ -78,8 +78,9 @@ class Pipeline:
         self.version = 0
         self.forwarded = 0
         self.backwarded = 0
-        self._microbatches = plan.updates * plan.accumulation
-        self._activations = self._microbatches if plan.is_first else 0  # that have arrived
+        self.last_update = plan.updates
+        every = plan.updates * plan.accumulation
+        self._activations = every if plan.is_first else 0  # that have arrived
         self._gradients = 0  # likewise; the last stage makes its own
         self._versions: deque[int] = deque()  # of the microbatches in flight, oldest first
 
@@ -104,6 +105,16 @@ class Pipeline:
         self._versions.popleft()
         return self.backwarded % self.plan.accumulation == 0
 
+    def stop_soon(self) -> None:
+        """End after the update that the next microbatch to be forwarded belongs to.
+
+        So at least one more activation goes down the pipeline, and can take the news along.
+        """
+        self.stop_at(self.forwarded // self.plan.accumulation + 1)
+
+    def stop_at(self, update: int) -> None:
+        self.last_update = min(self.last_update, update)
+
     def _expect(self, what: str, microbatch: int, expected: int) -> None:
         if microbatch != expected:
             raise ProtocolError(
@@ -113,9 +124,8 @@ class Pipeline:
     def next(self) -> RunForward | RunBackward | None:
         """What to compute now; None if its input is missing (or everything is done)."""
         plan, n = self.plan, self.forwarded
-        limit = self._microbatches
-        if plan.flush:
-            limit = min(limit, (self.version + 1) * plan.accumulation)
+        last = min(self.last_update, self.version + 1) if plan.flush else self.last_update
+        limit = last * plan.accumulation
         may_forward = n < limit and n - self.backwarded < plan.capacity
         if plan.eager and self.backwarded < self._gradients:
             may_forward = False

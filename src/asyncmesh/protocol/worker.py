@@ -26,6 +26,8 @@ from asyncmesh.protocol.events import (
     SendActivation,
     SendGradient,
     Started,
+    StopAt,
+    StopRequested,
     UpdateFinished,
 )
 from asyncmesh.protocol.pipeline import Pipeline, PipelinePlan
@@ -50,6 +52,8 @@ class Worker:
             BackwardFinished: self._on_backward_finished,
             UpdateFinished: self._on_update_finished,
             MeanReceived: self._on_mean,
+            StopRequested: self._on_stop_requested,
+            StopAt: self._on_stop_at,
         }
 
     @classmethod
@@ -60,6 +64,13 @@ class Worker:
     def is_updating(self) -> bool:
         """True while the newest version is being made or is held up by a round."""
         return self._updating or self._resume is not None
+
+    @property
+    def last_update(self) -> int:
+        """The update after which this worker ends. Whoever sends its activations tells the next
+        stage with them, so that all stages of a replica end after the same one.
+        """
+        return self._pipeline.last_update
 
     def on_event(self, event: Input) -> list[Action]:
         """Take note of what happened; answer what to do, in order."""
@@ -113,6 +124,15 @@ class Worker:
             self._resume(actions)
         return actions
 
+    def _on_stop_requested(self, _: StopRequested) -> list[Action]:
+        if self.plan.is_first:
+            self._pipeline.stop_soon()
+        return []
+
+    def _on_stop_at(self, event: StopAt) -> list[Action]:
+        self._pipeline.stop_at(event.update)
+        return []
+
     def _merge_gradient(self, actions: list[Action]) -> None:
         merge = self._averaging.merge_gradient(self._pipeline.version + 1)
         if merge is not None:
@@ -128,7 +148,7 @@ class Worker:
         self._resume = None
         if not self._averaging.at_boundary(self._pipeline.version, actions):
             self._resume = self._boundary
-        elif self._pipeline.version == self.plan.updates:
+        elif self._pipeline.version == self._pipeline.last_update:
             actions.append(Finish())
         else:
             self._compute_next(actions)

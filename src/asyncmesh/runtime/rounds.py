@@ -1,0 +1,123 @@
+"""Averaging in the background: a thread that meets the other replicas, round by round.
+
+Owns the way from an offer (what this worker contributes) to the mean. Nobody waits for it: the main
+thread puts an offer into a queue and finds the mean in its inbox. Invariant: rounds are averaged in
+the order of their numbers, and all members of a meeting average the same round; one that failed is
+tried again with those who are still there, so a round is late at the most.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from asyncmesh.errors import MeshError
+from asyncmesh.runtime.membership import Meeting, Membership
+from asyncmesh.runtime.reduction import mean_over
+from asyncmesh.runtime.staging import Staging
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Offer:
+    number: int
+    payload: Tensor
+    ready: torch.cuda.Event | None = None
+
+
+@dataclass(frozen=True)
+class Mean:
+    """What came of an offer. `replicas`: those whose offers are in it."""
+
+    number: int
+    mean: Tensor
+    replicas: tuple[int, ...]
+    bytes_sent: int
+    began_s: float
+    ended_s: float
+
+
+class Rounds:
+    """The thread. `may_miss`: an offer that the others have left behind is dropped, not an error."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        staging: Staging,
+        clock: Callable[[], float],
+        on_mean: Callable[[Mean], None],
+        fail: Callable[[Exception], None],
+        may_miss: bool = False,
+    ) -> None:
+        self._membership, self._staging, self._clock = membership, staging, clock
+        self._on_mean, self._fail, self._may_miss = on_mean, fail, may_miss
+        self._queue: queue.SimpleQueue[Offer | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="averaging", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def offer(self, offer: Offer) -> None:
+        self._queue.put(offer)
+
+    def close(self, timeout_s: float) -> None:
+        """Leave the others; an offer that is still queued is dropped."""
+        self._closing.set()
+        self._queue.put(None)
+        self._membership.close()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            while (offer := self._queue.get()) is not None:
+                mean = self._average(offer)
+                if mean is not None:
+                    self._on_mean(mean)
+        except Exception as error:
+            if not self._closing.is_set():
+                self._fail(error)
+
+    def _average(self, offer: Offer) -> Mean | None:
+        payload = self._staging.to_cpu(offer.payload, offer.ready)
+        while True:
+            began_s = self._clock()
+            try:
+                meeting = self._membership.meet(offer.number)
+                if meeting.number > offer.number:
+                    self._missed(offer, meeting)
+                    return None
+                if self._may_miss and not all(meeting.counts):
+                    continue  # someone has yet to find out that this is not for them
+                mean, sent = mean_over(meeting.group, payload, meeting.counts)
+            except RuntimeError as error:
+                if self._closing.is_set():
+                    raise
+                _log.warning("round %d is tried again: %s", offer.number, error)
+                self._membership.failed()
+                continue
+            self._membership.succeeded()
+            members = zip(meeting.replicas, meeting.counts, strict=True)
+            replicas = tuple(replica for replica, counted in members if counted)
+            return Mean(
+                offer.number,
+                self._staging.to_device(mean),
+                replicas,
+                sent,
+                began_s,
+                self._clock(),
+            )
+
+    def _missed(self, offer: Offer, meeting: Meeting) -> None:
+        if not self._may_miss:
+            raise MeshError(
+                f"the other replicas have averaged up to round {meeting.number} without this one,"
+                f" which is at round {offer.number}; start it again, and it gets their weights"
+            )
