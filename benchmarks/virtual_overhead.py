@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from asyncmesh.config import Config
+from asyncmesh.device import choose_device
 from asyncmesh.model.gpt import build_stages, cross_entropy
 from asyncmesh.model.splitting import stage_costs
-from asyncmesh.simulator.run import Job, build_programs, choose_device, run_job
+from asyncmesh.simulator.run import Job, build_programs, run_job
 from benchmarks.paired import ratios, write_result
 
 PRESETS = {

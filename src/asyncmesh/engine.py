@@ -300,8 +300,12 @@ class Engine:
 
     def named_weights(self) -> dict[str, Tensor]:
         """The newest version as copies, by name, with persistent buffers and frozen parameters."""
+        return self.named(self.newest_weights())
+
+    def named(self, flat: Tensor) -> dict[str, Tensor]:
+        """A flat buffer's tensors by name, with copies of what belongs to no version."""
         kept = {name: self._constants[name].clone() for name in self.program.kept_constants}
-        return self.program.with_aliases(self.program.layout.views(self.newest_weights()) | kept)
+        return self.program.with_aliases(self.program.layout.views(flat) | kept)
 
     @property
     def constants(self) -> dict[str, Tensor]:

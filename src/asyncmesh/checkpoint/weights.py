@@ -1,6 +1,7 @@
-"""The model that a run ends with: the mean of its replicas, as one safetensors file.
+"""The model that a run ends with: the mean of its replicas, as safetensors.
 
-Owns `checkpoints/step-N/`. Invariant: a folder with that name is whole, because it is written under
+Owns `checkpoints/step-N/`: one file of the whole model, or (from a real mesh, where no machine holds
+all of it) one a stage. Invariant: a folder with that name is whole, because it is written under
 another name and renamed when everything is on disk.
 """
 
@@ -56,7 +57,10 @@ def load_newest(run: Path) -> dict[str, Tensor]:
         raise InputFileError(
             f"{run}: holds no checkpoint; give the folder of a run that has completed updates"
         )
-    try:
-        return load_file(found[-1] / _FILE)
-    except (OSError, SafetensorError) as error:
-        raise InputFileError(f"{found[-1] / _FILE}: cannot be read ({error}); run again") from None
+    weights: dict[str, Tensor] = {}
+    for file in sorted(found[-1].glob("*.safetensors")):
+        try:
+            weights |= load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise InputFileError(f"{file}: cannot be read ({error}); run again") from None
+    return weights

@@ -277,7 +277,7 @@ def _tasks(plan: Plan, layers: Layers, folder: Path) -> Iterator[RunTask]:
 
 def _default_jobs(config: Config) -> int:
     """One run a core, or one at a time on a GPU."""
-    from asyncmesh.simulator.run import choose_device
+    from asyncmesh.device import choose_device
 
     return 1 if choose_device(config).type == "cuda" else os.cpu_count() or 1
 

@@ -8,14 +8,28 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from asyncmesh.simulator.evaluation import Progress as ProgressFunction
+if TYPE_CHECKING:  # loads torch, and --help is to be quick
+    from asyncmesh.config import Config
+    from asyncmesh.data.sampler import Dataset
+    from asyncmesh.simulator.evaluation import Progress as ProgressFunction
 
 console = Console()
 _LINES = 10  # plain lines in a run
+
+
+def print_job(config: Config, parameters: int, data: Dataset) -> None:
+    """What is about to run, in one line."""
+    print(
+        f"{config.model.layers} layers, {parameters:,} parameters, {data.train_tokens:,}"
+        f" training tokens ({data.kind}); {config.mesh.stages} stages ×"
+        f" {config.mesh.replicas} replicas, {config.averaging.method}, {config.optimizer.name}",
+        flush=True,
+    )
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from asyncmesh.cli import compare, inspection, results, running
+from asyncmesh.cli import compare, inspection, mesh, results, running
 from asyncmesh.errors import AsyncMeshError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+mesh.add_to(app)
 running.add_to(app)
 compare.add_to(app)
 app.add_typer(inspection.app, name="inspect")

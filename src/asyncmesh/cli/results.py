@@ -109,7 +109,9 @@ def _figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
         figures.append(("validation loss", f"{summary['final_val_loss']:.4f} (best {best:.4f})"))
     figures.append(("tokens", f"{summary['tokens']:,}"))
     if summary["tokens_per_second"]:
-        rate = f"{summary['tokens_per_second']:,.0f} in virtual time"
+        rate = f"{summary['tokens_per_second']:,.0f}"
+        if summary["clock"] == "virtual":
+            rate += " in virtual time"
         figures.append(("tokens a second", rate))
     if busy:
         mean = sum(busy) / len(busy)

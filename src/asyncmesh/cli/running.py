@@ -1,4 +1,4 @@
-"""`train` and `simulate`: one run, from settings to a folder with a report.
+"""`simulate`: one run on the virtual mesh, from settings to a folder with a report.
 
 Owns the order of a run as a user sees it: settings, data and model, progress, result, where it all
 lies.
@@ -22,20 +22,7 @@ from asyncmesh.config import Config
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command(context_settings=PASS_SETTINGS_ON)(train)
     app.command(context_settings=PASS_SETTINGS_ON)(simulate)
-
-
-def train(
-    settings: Settings = None, preset: Preset = None, print_config: PrintConfig = False
-) -> None:
-    """Train a model. For now on the virtual mesh: real numbers, virtual time, one process."""
-    layers = read(settings, preset or "default")
-    config = layers.config()
-    if print_config:
-        return _show(layers, config)
-    print("the mesh is virtual: all workers run in this process, and times are simulated")
-    return _run(config, sample=True)
 
 
 def simulate(
@@ -51,18 +38,18 @@ def simulate(
     config = layers.config()
     if print_config:
         return _show(layers, config)
-    return _run_hollow(config) if hollow else _run(config, sample=False)
+    return _run_hollow(config) if hollow else _run(config)
 
 
 _show = print_config
 
 
-def _run(config: Config, sample: bool) -> None:
+def _run(config: Config) -> None:
     import torch
 
     from asyncmesh.checkpoint.weights import mean_weights, save
-    from asyncmesh.cli.console import progress
-    from asyncmesh.cli.results import print_sample, print_summary
+    from asyncmesh.cli.console import print_job, progress
+    from asyncmesh.cli.results import print_summary
     from asyncmesh.errors import ConfigError
     from asyncmesh.observe.folder import RunFolder
     from asyncmesh.observe.report import write_report
@@ -72,11 +59,7 @@ def _run(config: Config, sample: bool) -> None:
     built = language_model_job(config)
     folder = RunFolder.new(config)
     parameters = sum(p.numel() for stage in built.job.stages for p in stage.parameters())
-    print(
-        f"{config.model.layers} layers, {parameters:,} parameters, {built.data.train_tokens:,}"
-        f" training tokens ({built.data.kind}); {config.mesh.stages} stages ×"
-        f" {config.mesh.replicas} replicas, {config.averaging.method}, {config.optimizer.name}"
-    )
+    print_job(config, parameters, built.data)
     try:
         with progress("training", config.train.updates) as show:
             result = run_job(built.job, folder, show)
@@ -94,8 +77,6 @@ def _run(config: Config, sample: bool) -> None:
     if result.summary["updates"] and result.error is None:
         save(folder.path, result.summary["updates"], mean_weights(result.weights))
     print_summary(result.summary)
-    if sample and result.error is None:
-        print_sample(folder.path)
     print(f"report: {write_report(folder.path)}")
     if result.error is not None:
         raise result.error

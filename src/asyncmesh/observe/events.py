@@ -67,7 +67,10 @@ class Snapshot(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """A round's mean was merged after `update`, `delay` updates after its snapshot."""
+    """A round's mean was merged after `update`, `delay` updates after its snapshot.
+
+    `contributors`: the replicas whose snapshots are in it.
+    """
 
     time_s: float
     stage: int
@@ -75,7 +78,7 @@ class Merge(NamedTuple):
     round: int
     update: int
     delay: int
-    contributors: int
+    contributors: tuple[int, ...]
 
 
 class Skip(NamedTuple):
@@ -132,7 +135,41 @@ class Memory(NamedTuple):
     averaging_bytes: int
 
 
-Event = Forward | Backward | Update | Snapshot | Merge | Skip | Message | Loss | Evaluation | Memory
+class Joined(NamedTuple):
+    """A real worker has taken its place. With these threads it computes these very bits."""
+
+    time_s: float
+    stage: int
+    replica: int
+    update: int
+    device: str
+    threads: int
+
+
+class Digest(NamedTuple):
+    """A hash of a real worker's weights after `update`, merges included."""
+
+    time_s: float
+    stage: int
+    replica: int
+    update: int
+    digest: str
+
+
+Event = (
+    Forward
+    | Backward
+    | Update
+    | Snapshot
+    | Merge
+    | Skip
+    | Message
+    | Loss
+    | Evaluation
+    | Memory
+    | Joined
+    | Digest
+)
 Sink = Callable[[Event], None]
 
 KINDS: dict[str, type[Any]] = {
@@ -148,6 +185,8 @@ KINDS: dict[str, type[Any]] = {
         Loss,
         Evaluation,
         Memory,
+        Joined,
+        Digest,
     )
 }
 
@@ -161,8 +200,9 @@ def from_json(line: str) -> Event:
     """The inverse of `to_json`."""
     values = json.loads(line)
     kind = KINDS[values.pop("event")]
-    if kind is Evaluation:
-        values["replica_losses"] = tuple(values["replica_losses"])
+    for name in ("replica_losses", "contributors"):  # JSON knows no tuples
+        if name in values:
+            values[name] = tuple(values[name])
     event: Event = kind(**values)
     return event
 

@@ -10,16 +10,18 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from asyncmesh.config import Config
 from asyncmesh.observe.events import (
     Backward,
+    Digest,
     Evaluation,
     Event,
     Forward,
+    Joined,
     Loss,
     Memory,
     Merge,
@@ -90,6 +92,8 @@ class SummaryBuilder:
             Evaluation: self._curve.append,
             Loss: self._on_loss,
             Memory: self._memory.append,
+            Joined: _ignore,
+            Digest: _ignore,
         }
 
     def __call__(self, event: Event) -> None:
@@ -141,14 +145,18 @@ class SummaryBuilder:
         entry[1] += 1
 
     def build(
-        self, status: str, wall_seconds: float, tokens_of: Callable[[int], int]
+        self,
+        status: str,
+        wall_seconds: float,
+        tokens_of: Callable[[int], int],
+        clock: Literal["virtual", "real"] = "virtual",
     ) -> dict[str, Any]:
         """The content of `summary.json`. `tokens_of` says how many are in so many microbatches."""
         config, curve = self._config, self._curve
         tokens = tokens_of(self._microbatches)
         return {
             "status": status,
-            "clock": "virtual",  # of every duration but wall_seconds
+            "clock": clock,  # of every duration but wall_seconds
             "mesh": {"stages": config.mesh.stages, "replicas": config.mesh.replicas},
             "method": {
                 "pipeline": config.pipeline.schedule,
@@ -172,7 +180,7 @@ class SummaryBuilder:
             ],
             "train_curve": self._train_curve(),
             "wall_seconds": wall_seconds,
-            "virtual_seconds": self._now_s,
+            f"{clock}_seconds": self._now_s,
             "tokens_per_second": tokens / self._now_s if self._now_s else None,
             "busy_fraction": {
                 _name(worker): steady.busy_fraction(self._now_s)
@@ -213,6 +221,10 @@ class SummaryBuilder:
             {"update": update, "loss": total / count}
             for update, (total, count) in sorted(self._losses.items())
         ]
+
+
+def _ignore(_: Event) -> None:
+    """For other readers of the events."""
 
 
 def _name(worker: Worker) -> str:

@@ -38,8 +38,12 @@ OnFailure = Callable[[Exception], None]
 class Edge:
     """One worker's end of the edge between stage `upstream` and the next."""
 
-    def __init__(self, store: Store, upstream: int, stage: int, address: str) -> None:
-        self._store = part_of(store, f"edge-{upstream}")
+    def __init__(
+        self, connect: Callable[[], Store], upstream: int, stage: int, address: str
+    ) -> None:
+        # A store serves one call at a time, and the receiver may wait in its own for long.
+        self._store = part_of(connect(), f"edge-{upstream}")
+        self._receivers_store = part_of(connect(), f"edge-{upstream}")
         self._rank, self._peer = stage - upstream, 1 - (stage - upstream)
         self.name = f"stage {upstream + self._peer}"
         self._group = GlooGroup(self._store, self._rank, 2, address, _SILENCE)
@@ -105,8 +109,8 @@ class Edge:
 
     def _receive_all(self, staging: Staging, on: OnFrame) -> None:
         key = f"capacity-{self._peer}"
-        self._store.wait([key], _SILENCE)
-        capacity = max(HEADER_BYTES, int(self._store.get(key)))
+        self._receivers_store.wait([key], _SILENCE)
+        capacity = max(HEADER_BYTES, int(self._receivers_store.get(key)))
         posted: deque[tuple[torch.Tensor, dist.Work]] = deque()
         number = 0
         while True:

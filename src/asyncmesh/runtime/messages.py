@@ -11,8 +11,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+FINAL = 2**40  # the validation at the end, after whichever update a replica ends with
+ALL_STAGES = 2**31 - 1  # a host that asks for the last stage without knowing how many there are
 Phase = Literal["gathering", "running", "stopping", "over"]
-State = Literal["starting", "ready", "training", "finished", "failed"]
+State = Literal["starting", "ready", "training", "finished", "failed", "diverged"]
 Number = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -21,7 +23,10 @@ class Message(BaseModel):
 
 
 class Hello(Message):
-    """A host wants to run stages `first` to `last` of a replica. `job` is one launch of it."""
+    """A host wants to run stages `first` to `last` of a replica. `job` is one launch of it.
+
+    Without a job it only asks whether it could.
+    """
 
     job: str
     replica: Number
@@ -44,29 +49,33 @@ class Welcome(Message):
 
 
 class ValidationPart(Message):
-    """One replica's share of a validation: the loss summed over `targets`, of `update`.
+    """One replica's share of a validation: the loss summed over `targets`.
 
-    `parts`: how many replicas share the work. `own`: of the replica's own weights, not of the mean.
+    `own`: of the replica's own weights, not of the mean.
     """
 
     update: int
     replica: int
-    parts: int
     loss_sum: float
     targets: int
     own: bool
-    time_s: float
 
 
 class DistancePart(Message):
-    """One worker's squared distance from the mean, and the mean's squared norm."""
+    """One worker's squared distance from the mean, and the mean's squared norm.
+
+    `update` is the validation's (`FINAL` for the one at the end), `reached` the worker's own.
+    `parts`: how many replicas the mean is of.
+    """
 
     update: int
+    reached: int
     stage: int
     replica: int
     parts: int
     apart: float
     norm: float
+    time_s: float
 
 
 class Report(Message):
@@ -77,6 +86,7 @@ class Report(Message):
     stage: Number
     state: State
     error: str | None = None
+    first_event: int  # how many it had reported before
     events: list[str] = []
     validations: list[ValidationPart] = []
     distances: list[DistancePart] = []

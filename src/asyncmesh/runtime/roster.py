@@ -8,18 +8,20 @@ when nobody is left who trains.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from importlib.metadata import version
 
 from asyncmesh.config import Config
 from asyncmesh.configuration import resolved
 from asyncmesh.errors import MeshError
-from asyncmesh.runtime.messages import Hello, Phase, Report, State
+from asyncmesh.runtime.messages import ALL_STAGES, Hello, Phase, Report, State
 
 # What may differ between the hosts of a mesh.
 HOST_SETTINGS = ("train.device", "train.threads", "output_dir")
 _SAME_EVERYWHERE = ("asyncmesh", "torch", "torchft")
+_GONE = ("failed", "diverged")
+_ENDED = ("finished", *_GONE)
 _UNHEARD_S = 10.0  # after which a place may be taken by another job
 
 
@@ -32,6 +34,7 @@ class Place:
     heard_s: float
     state: State = "starting"
     error: str | None = None
+    events: int = 0  # taken so far
 
 
 class Roster:
@@ -48,15 +51,29 @@ class Roster:
     # -- taking a place ---------------------------------------------------------------------------
     def claim(self, hello: Hello, now_s: float) -> None:
         """Give a host the places it asks for, or say in one line why not."""
+        if hello.last == ALL_STAGES:
+            hello = hello.model_copy(update={"last": self._config.mesh.stages - 1})
         self._check_places(hello)
         self._check_versions(hello)
         self._check_settings(hello)
         for stage in range(hello.first, hello.last + 1):
             self._check_free(stage, hello, now_s)
+        if not hello.job:
+            return  # it only asked
+        self._begin_attempt(hello, now_s)
         for stage in range(hello.first, hello.last + 1):
             held = self.places.get((stage, hello.replica))
             if held is None or held.job != hello.job:
                 self.places[stage, hello.replica] = Place(hello.job, hello.host, now_s)
+
+    def _begin_attempt(self, hello: Hello, now_s: float) -> None:
+        """A replica that lost a worker begins anew as a whole: its stages must agree."""
+        mine = {place: held for place, held in self.places.items() if place[1] == hello.replica}
+        gone = [p for p in mine.values() if p.state in _GONE or now_s - p.heard_s > _UNHEARD_S]
+        if gone:
+            for place in mine:
+                del self.places[place]
+            self.attempts[hello.replica] = self.attempts.get(hello.replica, 0) + 1
 
     def _check_places(self, hello: Hello) -> None:
         mesh = self._config.mesh
@@ -97,7 +114,7 @@ class Roster:
 
     def _check_free(self, stage: int, hello: Hello, now_s: float) -> None:
         held = self.places.get((stage, hello.replica))
-        if held is None or held.job == hello.job or held.state == "failed":
+        if held is None or held.job == hello.job or held.state in _GONE:
             return
         if now_s - held.heard_s > _UNHEARD_S and held.state != "finished":
             return
@@ -107,24 +124,37 @@ class Roster:
         )
 
     # -- what workers tell ------------------------------------------------------------------------
+    def news(self, report: Report) -> Report:
+        """The report without the events that came before (its answer was lost on the way)."""
+        place = self._place(report)
+        known = place.events - report.first_event
+        place.events = max(place.events, report.first_event + len(report.events))
+        return report.model_copy(update={"events": report.events[max(known, 0) :]})
+
     def heard(self, report: Report, now_s: float) -> None:
         """Take note of a worker's state; a run begins with the last one that is ready."""
+        place = self._place(report)
+        place.heard_s, place.state = now_s, report.state
+        place.error = report.error or place.error
+        if report.state == "diverged":
+            self.stop()
+        if self.phase == "gathering" and not self.missing() and self._is_ready(self.places):
+            self.phase, self.started_s = "running", now_s
+        self._end_if_over()
+
+    def _place(self, report: Report) -> Place:
         place = self.places.get((report.stage, report.replica))
         if place is None or place.job != report.job:
             raise MeshError(
                 f"stage {report.stage} of replica {report.replica} is not held by this worker any"
                 " more; another one took its place"
             )
-        place.heard_s, place.state = now_s, report.state
-        place.error = report.error or place.error
-        if self.phase == "gathering" and self._all("ready"):
-            self.phase, self.started_s = "running", now_s
-        self._end_if_over()
+        return place
 
     def lost(self, stage: int, replica: int, reason: str) -> None:
         """A worker is gone without a word of its own."""
         place = self.places.get((stage, replica))
-        if place is not None and place.state not in ("finished", "failed"):
+        if place is not None and place.state not in _ENDED:
             place.state, place.error = "failed", place.error or reason
             self._end_if_over()
 
@@ -135,13 +165,21 @@ class Roster:
             self.phase = "over"
 
     def _end_if_over(self) -> None:
-        ended = [place.state in ("finished", "failed") for place in self.places.values()]
+        ended = [place.state in _ENDED for place in self.places.values()]
         if self.phase in ("running", "stopping") and all(ended):
             self.phase = "over"
 
     # -- what others want to know -----------------------------------------------------------------
-    def _all(self, state: State) -> bool:
-        return not self.missing() and all(p.state == state for p in self.places.values())
+    def phase_of(self, replica: int) -> Phase:
+        """A replica that comes late is still gathering while the others train."""
+        mine = [place for place in self.places if place[1] == replica]
+        if self.phase == "running" and not self._is_ready(mine, self._config.mesh.stages):
+            return "gathering"
+        return self.phase
+
+    def _is_ready(self, places: Iterable[tuple[int, int]], count: int = 0) -> bool:
+        states = [self.places[place].state for place in places]
+        return len(states) >= count and "starting" not in states
 
     def missing(self) -> list[tuple[int, int]]:
         """Places that nobody has taken, as (stage, replica)."""
@@ -158,7 +196,7 @@ class Roster:
         return [
             (stage, replica, place)
             for (stage, replica), place in sorted(self.places.items())
-            if place.state == "failed"
+            if place.state in _GONE
         ]
 
     def replicas_alive(self) -> int:
@@ -181,8 +219,6 @@ def explain_missing(missing: list[tuple[int, int]]) -> str:
     return shown + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
 
 
-def versions_here() -> dict[str, Any]:
+def versions_here() -> dict[str, str]:
     """Of the packages that must be the same on all hosts."""
-    from importlib.metadata import version
-
     return {package: version(package) for package in _SAME_EVERYWHERE}

@@ -45,7 +45,7 @@ class Mean:
 
 
 class Rounds:
-    """The thread. `may_miss`: an offer that the others have left behind is dropped, not an error."""
+    """The thread. `may_miss`: an offer that the others have left behind is dropped quietly."""
 
     def __init__(
         self,

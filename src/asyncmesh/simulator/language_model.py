@@ -13,13 +13,14 @@ from torch import nn
 
 from asyncmesh.config import Config
 from asyncmesh.data.sampler import Dataset, open_data
+from asyncmesh.device import choose_device
 from asyncmesh.engine import wire_width
 from asyncmesh.errors import ConfigError
 from asyncmesh.model.gpt import build_stage, build_stages, cross_entropy
 from asyncmesh.model.splitting import stage_costs
 from asyncmesh.observe.events import Sink
 from asyncmesh.simulator.mesh import Sizes, VirtualMesh
-from asyncmesh.simulator.run import Job, choose_device
+from asyncmesh.simulator.run import Job
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ from asyncmesh.protocol.events import (
 )
 from asyncmesh.protocol.worker import Worker
 from asyncmesh.simulator.links import Link, RingLink, pipeline_links
-from asyncmesh.simulator.timing import ComputeTimes
+from asyncmesh.timing import ComputeTimes
 
 Batch = tuple[Tensor, Tensor]
 
@@ -111,8 +111,8 @@ class RoundGroup:
     width: int
     workers: list[VirtualWorker] = field(default_factory=list)
     open: dict[int, OpenRound] = field(default_factory=dict)
-    # The mean, how many contributed to it, and how many have yet to merge it.
-    means: dict[int, tuple[Tensor | None, int, int]] = field(default_factory=dict)
+    # The mean, whose contributions are in it, and how many have yet to merge it.
+    means: dict[int, tuple[Tensor | None, tuple[int, ...], int]] = field(default_factory=dict)
 
 
 class Observer:
@@ -332,7 +332,8 @@ class VirtualMesh:
         offers = [offer for _, offer in sorted(opened.offers.items()) if offer is not None]
         members = [w for w in group.workers if w.replica in opened.offers]
         mean = mean_in_order(offers) if offers else None
-        group.means[number] = (mean, len(members), sum(not w.finished for w in members))
+        contributors = tuple(sorted(opened.offers))
+        group.means[number] = (mean, contributors, sum(not w.finished for w in members))
         arrival_s = group.link.reduce(opened.latest_s, opened.size, len(members))
         sent = group.link.bytes_sent(opened.size, len(members))
         for peer in members:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncmesh.config import Config
+from asyncmesh.device import choose_device
 from asyncmesh.engine import Engine, LossFunction, StageProgram
 from asyncmesh.errors import ConfigError, DivergedError, StageError
 from asyncmesh.observe.events import Event, Sink
@@ -245,15 +246,3 @@ def _device_of(stages: Sequence[nn.Module], config: Config) -> torch.device:
         for parameter in stage.parameters():
             return parameter.device
     return torch.device("cpu")
-
-
-def choose_device(config: Config) -> torch.device:
-    """`train.device`, where auto is a GPU if there is one."""
-    wanted, has_gpu = config.train.device, torch.cuda.is_available()
-    if wanted == "cuda" and not has_gpu:
-        raise ConfigError(
-            "train.device", wanted, "this machine has no usable GPU", "use train.device=cpu"
-        )
-    if wanted == "cpu" or not has_gpu:
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,420 @@
+"""A worker's process, from its command line to its exit code.
+
+Owns the order in which a worker comes and goes: it takes its place, builds its stage, connects to
+its neighbours and peers, waits for the others, trains, hands over what is left, and leaves.
+Invariant: however it ends, the coordinator is told if it can be, the full story is in the log file,
+and one line of it in the error file that its launcher reads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+from asyncmesh.config import Config
+from asyncmesh.configuration import flattened, nested
+from asyncmesh.data.sampler import Dataset, open_data
+from asyncmesh.device import choose_device
+from asyncmesh.engine import Engine, StageProgram
+from asyncmesh.errors import AsyncMeshError, DivergedError, MeshError
+from asyncmesh.model.gpt import build_stage, cross_entropy
+from asyncmesh.model.splitting import stage_costs
+from asyncmesh.observe.events import Joined
+from asyncmesh.protocol.pipeline import PipelinePlan
+from asyncmesh.runtime.control import Control, Reporter
+from asyncmesh.runtime.edges import Edge
+from asyncmesh.runtime.emulated import EmulatedEngine
+from asyncmesh.runtime.membership import Membership
+from asyncmesh.runtime.messages import ALL_STAGES, Hello, Phase, Welcome
+from asyncmesh.runtime.network import (
+    Store,
+    connect_store,
+    own_address_towards,
+    part_of,
+    split_address,
+)
+from asyncmesh.runtime.roster import versions_here
+from asyncmesh.runtime.rounds import Rounds
+from asyncmesh.runtime.staging import staging_for
+from asyncmesh.runtime.stopwatch import stopwatch_for
+from asyncmesh.runtime.validation import Validation, in_microbatches
+from asyncmesh.runtime.worker import MeshWorker, Surroundings
+
+_log = logging.getLogger(__name__)
+_NEIGHBOURS = timedelta(hours=24)  # may be started that much later
+_GOODBYE_S = 10.0
+ERRORS = "ASYNCMESH_ERRORS"  # the folder that a launcher reads
+HOST_WORKERS = "ASYNCMESH_HOST_WORKERS"  # how many workers share this host's cores
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the command line and torchrun's environment say."""
+
+    coordinator: str
+    job: str
+    replica: int
+    first: int
+    last: int
+    stage: int
+    address: str
+    settings: dict[str, Any]
+
+
+def run_worker(place: Place, log_folder: Path) -> int:
+    """The whole life of a worker; answers its exit code."""
+    _die_with_the_parent()
+    name = f"stage-{place.stage}-replica-{place.replica}"
+    _log_to(log_folder / f"{name}.log")
+    try:
+        _take_part(place)
+    except DivergedError as error:
+        _log.error("%s", error)
+        return error.exit_code
+    except AsyncMeshError as error:
+        _log.error("%s", error, exc_info=True)
+        _leave_word(name, str(error))
+        return error.exit_code
+    except Exception as error:
+        _log.exception("a defect")
+        _leave_word(name, f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+def _take_part(place: Place) -> None:
+    control = Control(place.coordinator)
+    welcome = control.hello(hello_of(place))
+    config = config_of(welcome, place.settings)
+    reporter = Reporter(control, place.job, place.stage, place.replica)
+    phases = _Phases()
+    reporter.start(phases.enter)
+    try:
+        worker = _Assembly(place, welcome, config, reporter)
+        reporter.state("ready")
+        phases.wait_until_running()
+        worker.train(phases, control)
+    except Exception as error:
+        reporter.close("diverged" if isinstance(error, DivergedError) else "failed", str(error))
+        raise
+    reporter.close("finished")
+    control.close()
+
+
+def hello_of(place: Place) -> Hello:
+    return Hello(
+        job=place.job,
+        replica=place.replica,
+        first=place.first,
+        last=place.last,
+        host=socket.gethostname(),
+        versions=versions_here(),
+        settings=place.settings,
+    )
+
+
+def ask_for_places(
+    coordinator: str, replica: int, stages: str | None, settings: dict[str, Any]
+) -> tuple[int, int]:
+    """Whether this host would be welcome with those stages (default: all); which they are.
+
+    Raises `MeshError` with the coordinator's reason. The places are taken by the workers.
+    """
+    split_address(coordinator, "--coordinator")
+    control = Control(coordinator)
+    first, last = parse_stages(stages) if stages is not None else (0, ALL_STAGES)
+    question = Hello(
+        job="",
+        replica=replica,
+        first=first,
+        last=last,
+        host=socket.gethostname(),
+        versions=versions_here(),
+        settings=settings,
+    )
+    welcome = control.hello(question)
+    control.close()
+    if stages is None:
+        last = config_of(welcome, {}).mesh.stages - 1
+    return first, last
+
+
+def config_of(welcome: Welcome, own: dict[str, Any]) -> Config:
+    """The mesh's configuration, with what is this host's own business."""
+    return Config.from_dict(nested(welcome.settings | own))
+
+
+def parameters_of(config: Config, vocab: int) -> int:
+    """Of the whole model, of which this process holds nothing."""
+    stages = range(config.mesh.stages)
+    parts = (build_stage(config.model, vocab, len(stages), s, config.seed, "meta") for s in stages)
+    return sum(p.numel() for part in parts for p in part.parameters())
+
+
+class _Phases:
+    """The run's phase as the reporting thread learns it."""
+
+    def __init__(self) -> None:
+        self._running = threading.Event()
+        self._is_set_up = False
+        self._stopping = threading.Event()
+        self._on_stop: Callable[[], None] = self._stopping.set
+
+    def call_on_stop(self, on_stop: Callable[[], None]) -> None:
+        """At once, if it has been said already."""
+        self._on_stop = on_stop
+        if self._stopping.is_set():
+            on_stop()
+
+    def enter(self, phase: Phase) -> None:
+        if phase == "over" and not self._is_set_up:
+            # The main thread may be waiting for a neighbour that will never come.
+            _log.error("the run was ended before it began")
+            logging.shutdown()
+            os._exit(1)
+        if phase == "stopping":
+            self._on_stop()
+        if phase != "gathering":
+            self._running.set()
+
+    def wait_until_running(self) -> None:
+        self._running.wait()
+        self._is_set_up = True
+
+
+class _Assembly:
+    """A worker with everything around it."""
+
+    def __init__(self, place: Place, welcome: Welcome, config: Config, reporter: Reporter) -> None:
+        self._place, self._config, self._reporter = place, config, reporter
+        self._device = torch.device("cpu") if config.compute.emulated else _device(config, place)
+        torch.set_num_threads(_threads(config))
+        data = open_data(config)
+        self._engine = _engine(config, place, data, self._device)
+        self.worker = MeshWorker(config, place.stage, place.replica, self._engine, data.batches)
+        self._store = welcome.store
+        self._rounds, self._evaluations = self._memberships(welcome)
+        prefix = f"replica-{place.replica}-attempt-{welcome.attempt}"
+        self._downstream = self._edge(prefix, place.stage, config.mesh.stages - 1)
+        self._upstream = self._edge(prefix, place.stage - 1, config.mesh.stages - 1)
+        if isinstance(self._engine, Engine):
+            self.worker.validation = Validation(
+                self._engine,
+                place.stage,
+                config.mesh.stages,
+                place.replica,
+                in_microbatches(data.validation, config.pipeline.microbatch_size),
+                self._send_downstream,
+                reporter.tell,
+                reporter.clock,
+            )
+
+    def _connect(self) -> Store:
+        return connect_store(self._store, _NEIGHBOURS)
+
+    def _edge(self, prefix: str, upstream: int, edges: int) -> Edge | None:
+        if not 0 <= upstream < edges:
+            return None
+
+        def connect() -> Store:
+            return part_of(self._connect(), prefix)
+
+        return Edge(connect, upstream, self._place.stage, self._place.address)
+
+    def _send_downstream(self, frame: Any) -> None:
+        assert self._downstream is not None  # validation knows the ends
+        self._downstream.send(frame, None, staging_for(self._device).ready())
+
+    def _memberships(self, welcome: Welcome) -> tuple[Membership | None, Membership | None]:
+        if self._config.mesh.replicas == 1:
+            return None, None
+        stage, replica, address = self._place.stage, self._place.replica, self._place.address
+        averages = self._config.averaging.method != "none"
+        evaluates = isinstance(self._engine, Engine)
+
+        def member(name: str, lighthouses: list[str]) -> Membership:
+            return Membership(
+                f"{name}-{stage}", lighthouses[stage], self._connect, replica, address
+            )
+
+        return (
+            member("rounds", welcome.rounds) if averages else None,
+            member("evaluations", welcome.evaluations) if evaluates else None,
+        )
+
+    def _averaging(
+        self, membership: Membership | None, on_mean: Any, may_miss: bool
+    ) -> Rounds | None:
+        if membership is None:
+            return None
+        while len(membership.meet(0).replicas) < self._config.mesh.replicas:
+            _log.info("waiting for the other replicas of this stage")
+        fail = self.worker.on_failure
+        staging = staging_for(self._device)
+        rounds = Rounds(membership, staging, self._reporter.clock, on_mean, fail, may_miss)
+        rounds.start()
+        return rounds
+
+    def train(self, phases: _Phases, control: Control) -> None:
+        """From the start of the run to the end of this worker's part in it."""
+        worker, place = self.worker, self._place
+        surroundings = Surroundings(
+            upstream=self._upstream,
+            downstream=self._downstream,
+            rounds=self._averaging(self._rounds, worker.on_mean, False),
+            evaluations=self._averaging(self._evaluations, worker.on_evaluation_mean, True),
+            staging=staging_for(self._device),
+            stopwatch=stopwatch_for(self._device, self._reporter.clock),
+            emit=self._reporter.emit,
+        )
+        edges = [edge for edge in (self._upstream, self._downstream) if edge is not None]
+        for edge in edges:
+            sending, receiving = staging_for(self._device), staging_for(self._device)
+            edge.start(sending, receiving, worker.on_frame, worker.on_failure)
+        phases.call_on_stop(worker.on_stop)
+        self._reporter.state("training")
+        here = (place.stage, place.replica)
+        self._reporter.emit(
+            Joined(self._reporter.clock(), *here, 0, str(self._device), torch.get_num_threads())
+        )
+        worker.run(surroundings)
+        for edge in edges:
+            if not edge.close(_GOODBYE_S):
+                _log.warning("%s did not say goodbye", edge.name)
+        for rounds in (surroundings.rounds, surroundings.evaluations):
+            if rounds is not None:
+                rounds.close(_GOODBYE_S)
+        self._hand_over(control)
+
+    def _hand_over(self, control: Control) -> None:
+        """The mean's weights, by the first of those that are in it."""
+        mean, engine = self.worker.mean_of_the_end, self._engine
+        if (
+            mean is None
+            or not isinstance(engine, Engine)
+            or mean.replicas[0] != self._place.replica
+        ):
+            return
+        named = engine.named(mean.mean)
+        content = save({name: tensor.contiguous().cpu() for name, tensor in named.items()})
+        control.put_weights(self.worker.updates, self._place.stage, content)
+
+
+def _engine(
+    config: Config, place: Place, data: Dataset, device: torch.device
+) -> Engine | EmulatedEngine:
+    stage, stages, model = place.stage, config.mesh.stages, config.model
+    if config.compute.emulated:
+        shapes = build_stage(model, data.vocab, stages, stage, config.seed, "meta")
+        coordinates = sum(p.numel() for p in shapes.parameters())
+        costs = stage_costs(model, data.vocab, stages)
+        return EmulatedEngine(config, stage, place.replica, coordinates, costs)
+    module = build_stage(model, data.vocab, stages, stage, config.seed)
+    module.to(device, torch.float64 if config.train.dtype == "float64" else torch.float32)
+    loss = cross_entropy if stage == stages - 1 else None
+    program = StageProgram(module, config, device, loss)
+    delay = PipelinePlan.of(config, stage).mean_delay
+    return Engine(program, config, stage, place.replica, delay)
+
+
+def _device(config: Config, place: Place) -> torch.device:
+    device = choose_device(config)
+    if device.type == "cuda":
+        # Workers that share a host share its GPUs in turn.
+        number = place.replica * config.mesh.stages + place.stage
+        device = torch.device("cuda", number % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    return device
+
+
+def _threads(config: Config) -> int:
+    """`train.threads`, or this host's cores shared out among its workers."""
+    if config.train.threads is not None:
+        return config.train.threads
+    workers = int(os.environ.get(HOST_WORKERS, os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, (os.cpu_count() or 1) // workers)
+
+
+# -- the process ---------------------------------------------------------------------------------
+def _die_with_the_parent() -> None:
+    """A worker whose launcher was killed would go on for ever with nobody to stop it."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        if os.getppid() == 1:
+            os._exit(1)
+
+
+def _log_to(path: Path) -> None:
+    """Everything that this process prints, in whatever language, goes into its log file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a", buffering=1)
+    except OSError as error:
+        raise MeshError(f"{path}: {error.strerror}; give another --log-dir") from None
+    sys.stdout.flush()
+    for descriptor in (1, 2):
+        os.dup2(file.fileno(), descriptor)
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s",
+    )
+    for chatty in ("httpx", "httpcore"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+def _leave_word(name: str, message: str) -> None:
+    folder = os.environ.get(ERRORS)
+    if folder:
+        Path(folder, f"{name}.txt").write_text(" ".join(message.split()) + "\n")
+
+
+def parse_place(
+    coordinator: str,
+    replica: int,
+    stages: str | None,
+    address: str | None,
+    settings: dict[str, Any],
+) -> Place:
+    """A place from the options of a command line and the environment that torchrun makes."""
+    host, port = split_address(coordinator, "--coordinator")
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    count = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    first, last = parse_stages(stages) if stages is not None else (0, count - 1)
+    if last - first + 1 != count:
+        raise MeshError(
+            f"--stages {first}-{last}: are {last - first + 1} stages, but torchrun starts {count}"
+            f" workers here; give it --nproc-per-node={last - first + 1}"
+        )
+    return Place(
+        coordinator=coordinator,
+        job=os.environ.get("TORCHELASTIC_RUN_ID", f"{socket.gethostname()}-{os.getpid()}"),
+        replica=replica,
+        first=first,
+        last=last,
+        stage=first + rank,
+        address=address or own_address_towards(host, port),
+        settings=flattened(settings),
+    )
+
+
+def parse_stages(text: str) -> tuple[int, int]:
+    """A-B, or A alone."""
+    first, _, last = text.partition("-")
+    if not first.isdecimal() or not (last or first).isdecimal():
+        raise MeshError(f"--stages {text}: must be A-B, counted from 0, such as 0-1")
+    return int(first), int(last or first)

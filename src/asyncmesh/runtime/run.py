@@ -1,0 +1,132 @@
+"""A real run as its coordinator's host sees it: from the first claim to the summary.
+
+Owns the order of a run: servers, record, phases, result. Invariant: however a run ends (done,
+stopped, diverged, its last worker lost), everything recorded is summarised.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from asyncmesh.config import Config
+from asyncmesh.data.sampler import Dataset
+from asyncmesh.errors import AsyncMeshError, DivergedError, InputFileError, MeshError
+from asyncmesh.observe.events import Event
+from asyncmesh.observe.folder import RunFolder
+from asyncmesh.observe.live import Live
+from asyncmesh.observe.summary import SummaryBuilder
+from asyncmesh.runtime.collector import Collector
+from asyncmesh.runtime.coordinator import Coordinator
+from asyncmesh.runtime.launch import ReplicaJob
+
+_log = logging.getLogger(__name__)
+_TICK_S = 0.25  # between two looks at the launched processes
+
+
+class MeshRun:
+    """A context manager: the coordinator and the run's record."""
+
+    def __init__(
+        self, config: Config, data: Dataset, folder: RunFolder, address: str, port: int = 0
+    ) -> None:
+        self.config, self._folder = config, folder
+        self._summary, self.live = SummaryBuilder(config), Live(config)
+        validates = bool(data.validation) and not config.compute.emulated
+        self._collector = Collector(self._emit, config.mesh.stages, validates, self._tokens)
+        self._weights = folder.path / "checkpoints"
+        self.coordinator = Coordinator(config, self._collector, self._weights, address, port)
+        self._began_s = time.monotonic()
+        self._stopped = False
+
+    def __enter__(self) -> MeshRun:
+        self.coordinator.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.coordinator.__exit__()
+        self._folder.close()
+
+    def _emit(self, event: Event) -> None:
+        self._folder(event)
+        self._summary(event)
+        self.live(event)
+
+    def _tokens(self, update: int, replicas: int) -> int:
+        return self._tokens_of(update * self.config.pipeline.accumulation * replicas)
+
+    def _tokens_of(self, microbatches: int) -> int:
+        return microbatches * self.config.pipeline.microbatch_size * self.config.model.context
+
+    # -- while it goes on -------------------------------------------------------------------------
+    def watch(self, jobs: Sequence[ReplicaJob], show: Callable[[], None]) -> None:
+        """Until the run is over and the jobs have ended; `show` is called now and then."""
+        roster = self.coordinator.roster
+        while roster.phase != "over" or any(job.exit_code() is None for job in jobs):
+            self.coordinator.wait(_TICK_S)
+            for job in jobs:
+                if job.exit_code() is not None:
+                    self._note_the_end_of(job)
+            show()
+
+    def _note_the_end_of(self, job: ReplicaJob) -> None:
+        reason = job.error() or f"its process ended with exit code {job.exit_code()}"
+        for stage in range(job.first, job.last + 1):
+            self.coordinator.lost(stage, job.replica, reason)
+        if not self.coordinator.roster.places and job.exit_code():
+            raise MeshError(f"replica {job.replica}: {reason}; see {job.log_folder}")
+
+    def stop(self) -> None:
+        """Save and stop."""
+        self._stopped = True
+        self.coordinator.stop()
+
+    # -- the end ----------------------------------------------------------------------------------
+    def conclude(self) -> dict[str, Any]:
+        """Write the summary; answers it. The checkpoint gets its name when it is whole."""
+        self._name_the_checkpoint()
+        wall_s = time.monotonic() - self._began_s
+        summary = self._summary.build(self._status(), wall_s, self._tokens_of, "real")
+        summary["replicas_lost"] = sorted({r for _, r, _ in self.coordinator.roster.failures()})
+        try:
+            self._folder.finish(summary)
+        except OSError as error:
+            raise self._cannot_record(error) from None
+        return summary
+
+    def _status(self) -> str:
+        states = {place.state for place in self.coordinator.roster.places.values()}
+        if "diverged" in states:
+            return "diverged"
+        if "finished" not in states or self.coordinator.failure is not None:
+            return "failed"
+        return "interrupted" if self._stopped else "completed"
+
+    def _name_the_checkpoint(self) -> None:
+        for partial in self._weights.glob(".step-*.partial"):
+            if len(list(partial.glob("*.safetensors"))) == self.config.mesh.stages:
+                partial.rename(partial.with_name(partial.name[1:].removesuffix(".partial")))
+
+    def error(self) -> AsyncMeshError | None:
+        """Why the run is not what was asked for."""
+        failure = self.coordinator.failure
+        if failure is not None:
+            return self._cannot_record(failure)
+        failures = self.coordinator.roster.failures()
+        for _, _, place in failures:
+            if place.state == "diverged":
+                return DivergedError(place.error or "diverged")
+        if failures and self._status() == "failed":
+            stage, replica, place = failures[0]
+            logs = self._folder.path / "logs"
+            return MeshError(f"stage {stage} of replica {replica}: {place.error}; see {logs}")
+        return None
+
+    def _cannot_record(self, error: Exception) -> AsyncMeshError:
+        reason = getattr(error, "strerror", None) or error
+        return InputFileError(
+            f"{self._folder.path}: the run cannot be recorded ({reason}); make room, or choose"
+            " another output_dir"
+        )
