@@ -313,10 +313,7 @@ class Engine:
 
     def digest(self, microbatch: int) -> str:
         """A hash of the weights that a microbatch in flight runs on."""
-        flat = self._in_flight[microbatch].version.flat
-        return hashlib.blake2b(
-            flat.cpu().view(torch.uint8).numpy().tobytes(), digest_size=8
-        ).hexdigest()
+        return digest_of(self._in_flight[microbatch].version.flat)
 
     @property
     def buffer_bytes(self) -> int:
@@ -361,9 +358,21 @@ def wire_dtype(setting: str, dtype: torch.dtype) -> torch.dtype | None:
     return wire if wire.itemsize < dtype.itemsize else None
 
 
+def over_the_wire(tensor: Tensor, setting: str) -> tuple[Tensor, int]:
+    """A tensor as the next stage gets it, and the bytes that it took."""
+    wire = wire_dtype(setting, tensor.dtype)
+    sent = tensor.to(wire) if wire is not None and tensor.is_floating_point() else tensor
+    return sent.to(tensor.dtype), sent.nbytes
+
+
 def wire_width(setting: str, width: int) -> int:
     """Bytes on the wire of a number that takes `width` at its sender: the same rule in bytes."""
     return width if setting == "auto" else min(width, getattr(torch, setting).itemsize)
+
+
+def digest_of(flat: Tensor) -> str:
+    """A hash of a buffer's bits."""
+    return hashlib.blake2b(flat.cpu().view(torch.uint8).numpy().data, digest_size=8).hexdigest()
 
 
 def _described(value: object) -> str:

@@ -51,6 +51,12 @@ class WireError(AsyncMeshError):
     exit_code = 1
 
 
+class ReplayError(AsyncMeshError):
+    """A run's record and what its replay does are not the same run."""
+
+    exit_code = 1
+
+
 class DivergedError(AsyncMeshError):
     """The loss became NaN or infinite. `result` is all that was recorded (a simulator.Result)."""
 

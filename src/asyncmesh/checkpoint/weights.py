@@ -1,7 +1,7 @@
 """The model that a run ends with: the mean of its replicas, as safetensors.
 
-Owns `checkpoints/step-N/`: one file of the whole model, or (from a real mesh, where no machine holds
-all of it) one a stage. Invariant: a folder with that name is whole, because it is written under
+Owns `checkpoints/step-N/`: one file of the whole model, or one a stage from a real mesh, where no
+machine holds all of it. Invariant: a folder with that name is whole, because it is written under
 another name and renamed when everything is on disk.
 """
 

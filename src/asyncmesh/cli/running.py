@@ -6,6 +6,7 @@ lies.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -23,6 +24,7 @@ from asyncmesh.config import Config
 
 def add_to(app: typer.Typer) -> None:
     app.command(context_settings=PASS_SETTINGS_ON)(simulate)
+    app.command()(replay)
 
 
 def simulate(
@@ -42,6 +44,35 @@ def simulate(
 
 
 _show = print_config
+
+
+def replay(run: Annotated[Path, typer.Argument(help="The folder of a real run.")]) -> None:
+    """Compute a real run once more from its events, and compare the weights' digests."""
+    from asyncmesh.errors import InputFileError, ReplayError
+    from asyncmesh.observe.events import read_events
+    from asyncmesh.observe.folder import read_config, read_summary
+    from asyncmesh.simulator.language_model import language_model_job
+    from asyncmesh.simulator.replay import Replay
+    from asyncmesh.simulator.run import build_engines, build_programs
+
+    if read_summary(run).get("clock") != "real":
+        raise InputFileError(f"{run}: is not a real run; give the folder of an asyncmesh train")
+    config = read_config(run).replace(train={"device": "cpu"})
+    if config.compute.emulated:
+        raise InputFileError(f"{run}: its compute was emulated, so there is nothing to replay")
+    job = language_model_job(config).job
+    engines = build_engines(config, build_programs(job))
+    compared = Replay(config, read_events(run / "events"), engines, job.batches).run()
+    workers = {(one.stage, one.replica) for one in compared}
+    different = [one for one in compared if not one.is_equal]
+    if different:
+        first = min(different, key=lambda one: one.update)
+        raise ReplayError(
+            f"{len(different)} of {len(compared)} digests differ, first that of stage"
+            f" {first.stage} of replica {first.replica} after update {first.update}: recorded"
+            f" {first.recorded}, replayed {first.replayed}"
+        )
+    print(f"bit-identical: {len(compared)} digests of {len(workers)} workers, the final ones too")
 
 
 def _run(config: Config) -> None:

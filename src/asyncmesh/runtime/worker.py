@@ -9,7 +9,6 @@ computation's own end, so a mean that came during an update merges right after i
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import queue
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from asyncmesh.config import Config
-from asyncmesh.engine import Engine, wire_dtype
+from asyncmesh.engine import Engine, digest_of, wire_dtype
 from asyncmesh.errors import DivergedError
 from asyncmesh.observe.events import (
     Backward,
@@ -372,7 +371,9 @@ class MeshWorker:
         if not last and len(self._validated) >= _VALIDATIONS_UNDER_WAY:
             return
         weights = self._engine.newest_weights()
-        self._around.emit(Digest(self._clock(), self.stage, self.replica, update, digest(weights)))
+        self._around.emit(
+            Digest(self._clock(), self.stage, self.replica, update, digest_of(weights))
+        )
         number = FINAL if last else update
         self._validated[number] = weights, update
         if self._around.evaluations is None:
@@ -392,11 +393,6 @@ class _DeferredLoss:
 
     def value(self) -> Loss:
         return self.known()
-
-
-def digest(flat: Tensor) -> str:
-    """A hash of a flat buffer's bits."""
-    return hashlib.blake2b(flat.cpu().view(torch.uint8).numpy().data, digest_size=16).hexdigest()
 
 
 def _raise(error: Exception) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from asyncmesh.algorithm.correction import mean_in_order
 from asyncmesh.config import Config
-from asyncmesh.engine import Engine, wire_dtype, wire_width
+from asyncmesh.engine import Engine, over_the_wire, wire_width
 from asyncmesh.errors import ProtocolError
 from asyncmesh.observe.events import (
     Backward,
@@ -301,9 +301,7 @@ class VirtualMesh:
         """A tensor as the receiver gets it, and the bytes that it took."""
         if tensor is None:
             return None, 0
-        wire = wire_dtype(self._config.pipeline.wire_dtype, tensor.dtype)
-        sent = tensor.to(wire) if wire is not None and tensor.is_floating_point() else tensor
-        return sent.to(tensor.dtype), sent.numel() * sent.element_size()
+        return over_the_wire(tensor, self._config.pipeline.wire_dtype)
 
     def _start_round(self, worker: VirtualWorker, action: StartRound, at_s: float) -> float:
         number, group = action.round, worker.group

@@ -95,6 +95,17 @@ def build_programs(job: Job) -> list[StageProgram]:
     ]
 
 
+def build_engines(config: Config, programs: Sequence[StageProgram]) -> list[list[Engine]]:
+    """A worker's numbers for every place of the mesh, [replica][stage]."""
+    return [
+        [
+            Engine(program, config, stage, replica, PipelinePlan.of(config, stage).mean_delay)
+            for stage, program in enumerate(programs)
+        ]
+        for replica in range(config.mesh.replicas)
+    ]
+
+
 def _check_stages(stages: Sequence[nn.Module]) -> None:
     """Each is a module, and what it trains is its own: stages live on different machines."""
     owner: dict[int, tuple[int, str]] = {}
@@ -128,13 +139,7 @@ def run_job(
         summary(event)
         sink(event)
 
-    engines = [
-        [
-            Engine(program, config, stage, replica, PipelinePlan.of(config, stage).mean_delay)
-            for stage, program in enumerate(programs)
-        ]
-        for replica in range(config.mesh.replicas)
-    ]
+    engines = build_engines(config, programs)
     observer = RunObserver(config, emit, programs, job.validation, batches.tokens, progress)
     sizes = Sizes([0] * (len(programs) - 1), [program.layout.numel for program in programs])
     mesh = VirtualMesh(
