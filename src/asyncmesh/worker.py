@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import sys
 from pathlib import Path
 
@@ -29,10 +31,13 @@ def main() -> int:
 
         settings = nested(collect(None, None, assignments).values)
         place = parse_place(known.coordinator, known.replica, known.stages, known.bind, settings)
-        return run_worker(place, known.log_dir)
+        code = run_worker(place, known.log_dir)
     except AsyncMeshError as error:
         print(f"asyncmesh.worker: {error}", file=sys.stderr)
         return error.exit_code
+    # Threads may still wait in torchft or Gloo, whose frames Python cannot unwind when it ends.
+    logging.shutdown()
+    os._exit(code)
 
 
 if __name__ == "__main__":

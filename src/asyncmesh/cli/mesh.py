@@ -6,8 +6,9 @@ stops now. Invariant: when a command ends, none of the processes that it started
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,6 +55,9 @@ def coordinator(
     show_config: PrintConfig = False,
     bind: Annotated[str, typer.Option(help="The address to listen on.")] = LOOPBACK,
     port: Annotated[int, typer.Option(min=1, max=65535)] = _PORT,
+    patience: Annotated[
+        float, typer.Option(min=1, help="Seconds to wait until every stage has its worker.")
+    ] = 3600,
 ) -> None:
     """Coordinate a mesh over several machines; start `asyncmesh join` on each of them."""
     layers = read(settings, preset or "default")
@@ -62,7 +66,7 @@ def coordinator(
         return print_config(layers, config)
     if bind not in (LOOPBACK, "localhost", "::1"):
         _say_what_is_exposed(bind)
-    summary, folder = run_mesh(config, bind, port, here=False)
+    summary, folder = run_mesh(config, bind, port, here=False, patience_s=patience)
     return _present(summary, folder, sample=False)
 
 
@@ -111,9 +115,8 @@ def join(
     )
     print(f"stages {first} to {last} of replica {replica}; logs: {log_dir}", flush=True)
     with started([job]):
-        code = job.wait()
-    if code:
-        raise MeshError(f"{job.error() or f'ended with exit code {code}'}; see {log_dir}")
+        if job.wait():
+            raise MeshError(f"{job.reason()}; see {log_dir}")
     print("done")
 
 
@@ -131,21 +134,21 @@ def started(jobs: Sequence[ReplicaJob]) -> Iterator[None]:
         yield
 
 
-def run_mesh(config: Config, address: str, port: int, here: bool) -> tuple[dict[str, Any], Path]:
+def run_mesh(
+    config: Config, address: str, port: int, here: bool, patience_s: float = math.inf
+) -> tuple[dict[str, Any], Path]:
     """A whole run; answers its summary and folder. `here`: all workers run on this machine."""
     from asyncmesh.cli.console import print_job
     from asyncmesh.cli.live import live_view
     from asyncmesh.data.sampler import open_data
-    from asyncmesh.observe.folder import RunFolder
     from asyncmesh.runtime.launch import ReplicaJob
     from asyncmesh.runtime.process import parameters_of
     from asyncmesh.runtime.run import MeshRun
 
     data = open_data(config)
     parameters = parameters_of(config, data.vocab)
-    folder = RunFolder.new(config)
     mesh = config.mesh
-    with MeshRun(config, data, folder, address, port) as run:
+    with MeshRun(config, data, address, port) as run:
         print_job(config, parameters, data)
         if not here:
             print(f"asyncmesh join --coordinator {run.coordinator.address} --replica R")
@@ -155,27 +158,28 @@ def run_mesh(config: Config, address: str, port: int, here: bool) -> tuple[dict[
                 replica=replica,
                 first=0,
                 last=mesh.stages - 1,
-                log_folder=folder.path / "logs",
+                log_folder=run.path / "logs",
                 address=address,
                 host_workers=mesh.stages * mesh.replicas,
             )
             for replica in range(mesh.replicas if here else 0)
         ]
         with started(jobs), live_view(config, run.live, run.coordinator.roster) as view:
-            _watch(run, jobs, view.show)
+            _watch(run, jobs, view.show, patience_s)
         summary = run.conclude()
         summary["error"] = run.error()
-    return summary, folder.path
+    return summary, run.path
 
 
-def _watch(run: MeshRun, jobs: Sequence[ReplicaJob], show: Any) -> None:
+def _watch(run: MeshRun, jobs: Sequence[ReplicaJob], show: Any, patience_s: float) -> None:
     """Ctrl-C once: save and stop. Twice: stop now."""
     try:
-        run.watch(jobs, show)
+        run.watch(jobs, show, patience_s)
     except KeyboardInterrupt:
         run.stop()
         print("saving and stopping; Ctrl-C again to stop now", flush=True)
-        run.watch(jobs, show)
+        with suppress(KeyboardInterrupt):
+            run.watch(jobs, show)
 
 
 def _present(summary: dict[str, Any], folder: Path, sample: bool) -> None:

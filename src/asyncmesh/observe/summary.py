@@ -46,9 +46,12 @@ class SteadyState:
         self.begin_s = 0.0 if self.first == 0 else None
         self.end_s: float | None = None
         self.busy_s = 0.0
+        self._filling_s = 0.0  # busy before the window
 
     def span(self, start_s: float, end_s: float) -> None:
-        if self.begin_s is not None and self.end_s is None:
+        if self.begin_s is None:
+            self._filling_s += end_s - start_s
+        elif self.end_s is None:
             self.busy_s += end_s - start_s
 
     def update(self, event: Update) -> None:
@@ -59,8 +62,8 @@ class SteadyState:
             self.end_s = event.end_s
 
     def busy_fraction(self, now_s: float) -> float:
-        if self.begin_s is None:
-            return 0.0
+        if self.begin_s is None:  # a run that ended early: all there is
+            return self._filling_s / now_s if now_s > 0 else 0.0
         window = (now_s if self.end_s is None else self.end_s) - self.begin_s
         return self.busy_s / window if window > 0 else 1.0
 

@@ -32,17 +32,16 @@ from asyncmesh.runtime.network import listen, serve_store
 from asyncmesh.runtime.roster import Roster, versions_here
 
 _MOST_BYTES = 64 * 2**20  # of a report, unpacked
+_FAREWELL_S = 2.0
 _HEARTBEAT_MS = 5_000  # without one for so long, a replica is taken for dead
 _PATIENCE_MS = 7 * 24 * 3600 * 1000  # a live one is waited for, however slow it is
 
 
 class Coordinator:
-    """All servers of a mesh, in threads of their own. A context manager."""
+    """All servers of a mesh, in threads of their own. It listens from its making on."""
 
-    def __init__(
-        self, config: Config, collector: Collector, weights: Path, address: str, port: int = 0
-    ) -> None:
-        self._config, self._collector, self._weights = config, collector, weights
+    def __init__(self, config: Config, address: str, port: int = 0) -> None:
+        self._config = config
         self.roster = Roster(config, versions_here())
         self.changed = threading.Condition()  # notified when something was reported
         self.failure: Exception | None = None
@@ -68,13 +67,22 @@ class Coordinator:
         )
         self._thread = threading.Thread(target=self._serve, name="control", daemon=True)
 
-    def __enter__(self) -> Coordinator:
+    def start(self, collector: Collector, weights: Path) -> None:
+        """Answer; reports go to `collector`, final weights into files under `weights`."""
+        self._collector, self._weights = collector, weights
         self._thread.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Let those who are still there hear that it is over, then go."""
+        deadline_s = time.monotonic() + _FAREWELL_S
+        with self.changed:
+            self.roster.phase = "over"
+            while not self.roster.all_know_it_is_over() and time.monotonic() < deadline_s:
+                self.changed.wait(0.1)
         self._server.should_exit = True
-        self._thread.join(5)
+        if self._thread.is_alive():
+            self._thread.join(5)
+        self._socket.close()
         for lighthouse in (*self._rounds, *self._evaluations):
             lighthouse.close()
 
@@ -140,7 +148,7 @@ class Coordinator:
         now_s = time.monotonic()
         self._collector.take(self.roster.news(report))
         self.roster.heard(report, now_s)
-        phase = self.roster.phase_of(report.replica)
+        phase = self.roster.phase_for(report)
         return Orders(phase=phase, now_s=now_s, started_s=self.roster.started_s)
 
     async def _put(self, request: Request) -> Response:

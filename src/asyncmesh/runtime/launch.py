@@ -76,10 +76,12 @@ class ReplicaJob:
         assert self._process is not None  # started
         return self._process.wait()
 
-    def error(self) -> str | None:
-        """The first thing that went wrong, in one line."""
+    def reason(self) -> str:
+        """Why it ended as it did, in one line: the first thing that went wrong."""
         words = sorted(Path(self._errors.name).glob("*.txt"), key=lambda p: p.stat().st_mtime)
-        return words[0].read_text().strip() if words else None
+        if words:
+            return words[0].read_text().strip()
+        return f"its process ended with exit code {self.exit_code()}"
 
     def close(self) -> None:
         """End what still runs: politely, then not."""

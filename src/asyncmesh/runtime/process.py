@@ -56,6 +56,7 @@ from asyncmesh.runtime.worker import MeshWorker, Surroundings
 _log = logging.getLogger(__name__)
 _NEIGHBOURS = timedelta(hours=24)  # may be started that much later
 _GOODBYE_S = 10.0
+_NEVER_BEGAN = "the coordinator ended the run before it began; its console says why"
 ERRORS = "ASYNCMESH_ERRORS"  # the folder that a launcher reads
 HOST_WORKERS = "ASYNCMESH_HOST_WORKERS"  # how many workers share this host's cores
 
@@ -90,7 +91,7 @@ def run_worker(place: Place, log_folder: Path) -> int:
         return error.exit_code
     except Exception as error:
         _log.exception("a defect")
-        _leave_word(name, f"{type(error).__name__}: {error}")
+        _leave_word(name, told(error))
         return 1
     return 0
 
@@ -108,7 +109,7 @@ def _take_part(place: Place) -> None:
         phases.wait_until_running()
         worker.train(phases, control)
     except Exception as error:
-        reporter.close("diverged" if isinstance(error, DivergedError) else "failed", str(error))
+        reporter.close("diverged" if isinstance(error, DivergedError) else "failed", told(error))
         raise
     reporter.close("finished")
     control.close()
@@ -182,7 +183,8 @@ class _Phases:
     def enter(self, phase: Phase) -> None:
         if phase == "over" and not self._is_set_up:
             # The main thread may be waiting for a neighbour that will never come.
-            _log.error("the run was ended before it began")
+            _log.error("%s", _NEVER_BEGAN)
+            _leave_word("ended", _NEVER_BEGAN)
             logging.shutdown()
             os._exit(1)
         if phase == "stopping":
@@ -375,6 +377,13 @@ def _log_to(path: Path) -> None:
     )
     for chatty in ("httpx", "httpcore"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+def told(error: Exception) -> str:
+    """One line; anything but an error of ours is a defect and says what it is."""
+    if isinstance(error, AsyncMeshError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def _leave_word(name: str, message: str) -> None:

@@ -35,6 +35,7 @@ class Place:
     state: State = "starting"
     error: str | None = None
     events: int = 0  # taken so far
+    knows_it_is_over: bool = False
 
 
 class Roster:
@@ -170,9 +171,10 @@ class Roster:
             self.phase = "over"
 
     # -- what others want to know -----------------------------------------------------------------
-    def phase_of(self, replica: int) -> Phase:
-        """A replica that comes late is still gathering while the others train."""
-        mine = [place for place in self.places if place[1] == replica]
+    def phase_for(self, report: Report) -> Phase:
+        """What a worker is answered. One that comes late gathers while the others train."""
+        self._place(report).knows_it_is_over = self.phase == "over"
+        mine = [place for place in self.places if place[1] == report.replica]
         if self.phase == "running" and not self._is_ready(mine, self._config.mesh.stages):
             return "gathering"
         return self.phase
@@ -190,6 +192,9 @@ class Roster:
             for stage in range(mesh.stages)
             if (stage, replica) not in self.places
         ]
+
+    def all_know_it_is_over(self) -> bool:
+        return all(p.knows_it_is_over or p.state in _ENDED for p in self.places.values())
 
     def failures(self) -> list[tuple[int, int, Place]]:
         """(stage, replica, place) of all that failed."""

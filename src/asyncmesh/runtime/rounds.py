@@ -23,6 +23,8 @@ from asyncmesh.runtime.reduction import mean_over
 from asyncmesh.runtime.staging import Staging
 
 _log = logging.getLogger(__name__)
+# A thread that waits for other replicas cannot be called back; it ends with the process.
+_RETURN_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Rounds:
         self._on_mean, self._fail, self._may_miss = on_mean, fail, may_miss
         self._queue: queue.SimpleQueue[Offer | None] = queue.SimpleQueue()
         self._closing = threading.Event()
+        self._exchanging = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="averaging", daemon=True)
 
     def start(self) -> None:
@@ -68,19 +71,26 @@ class Rounds:
     def offer(self, offer: Offer) -> None:
         self._queue.put(offer)
 
-    def close(self, timeout_s: float) -> None:
-        """Leave the others; an offer that is still queued is dropped."""
-        self._closing.set()
+    def finish(self) -> None:
+        """No further offers. What is queued is still averaged, then the others go on alone."""
         self._queue.put(None)
-        self._membership.close()
-        self._thread.join(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Leave. An exchange that is under way is ended first, because peers are in it too."""
+        self._closing.set()
+        self.finish()
+        if self._exchanging.acquire(timeout=timeout_s):
+            self._membership.close()
+            self._exchanging.release()
+        self._thread.join(_RETURN_S)
 
     def _run(self) -> None:
         try:
-            while (offer := self._queue.get()) is not None:
+            while (offer := self._queue.get()) is not None and not self._closing.is_set():
                 mean = self._average(offer)
                 if mean is not None:
                     self._on_mean(mean)
+            self._membership.close()
         except Exception as error:
             if not self._closing.is_set():
                 self._fail(error)
@@ -96,7 +106,8 @@ class Rounds:
                     return None
                 if self._may_miss and not all(meeting.counts):
                     continue  # someone has yet to find out that this is not for them
-                mean, sent = mean_over(meeting.group, payload, meeting.counts)
+                with self._exchanging:
+                    mean, sent = mean_over(meeting.group, payload, meeting.counts)
             except RuntimeError as error:
                 if self._closing.is_set():
                     raise

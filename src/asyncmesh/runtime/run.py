@@ -7,8 +7,10 @@ stopped, diverged, its last worker lost), everything recorded is summarised.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from asyncmesh.config import Config
@@ -21,6 +23,7 @@ from asyncmesh.observe.summary import SummaryBuilder
 from asyncmesh.runtime.collector import Collector
 from asyncmesh.runtime.coordinator import Coordinator
 from asyncmesh.runtime.launch import ReplicaJob
+from asyncmesh.runtime.roster import explain_missing
 
 _log = logging.getLogger(__name__)
 _TICK_S = 0.25  # between two looks at the launched processes
@@ -29,25 +32,27 @@ _TICK_S = 0.25  # between two looks at the launched processes
 class MeshRun:
     """A context manager: the coordinator and the run's record."""
 
-    def __init__(
-        self, config: Config, data: Dataset, folder: RunFolder, address: str, port: int = 0
-    ) -> None:
-        self.config, self._folder = config, folder
+    def __init__(self, config: Config, data: Dataset, address: str, port: int = 0) -> None:
+        self.config = config
         self._summary, self.live = SummaryBuilder(config), Live(config)
         validates = bool(data.validation) and not config.compute.emulated
         self._collector = Collector(self._emit, config.mesh.stages, validates, self._tokens)
-        self._weights = folder.path / "checkpoints"
-        self.coordinator = Coordinator(config, self._collector, self._weights, address, port)
-        self._began_s = time.monotonic()
+        # An address that is taken is found out before a folder is made.
+        self.coordinator = Coordinator(config, address, port)
+        self._folder = RunFolder.new(config)
+        self.path = self._folder.path
+        self._weights = self.path / "checkpoints"
+        self._opened_s = time.monotonic()
         self._stopped = False
 
     def __enter__(self) -> MeshRun:
-        self.coordinator.__enter__()
+        self.coordinator.start(self._collector, self._weights)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.coordinator.__exit__()
-        self._folder.close()
+        self.coordinator.close()
+        with suppress(OSError):  # a full disk has been told of by then
+            self._folder.close()
 
     def _emit(self, event: Event) -> None:
         self._folder(event)
@@ -61,18 +66,30 @@ class MeshRun:
         return microbatches * self.config.pipeline.microbatch_size * self.config.model.context
 
     # -- while it goes on -------------------------------------------------------------------------
-    def watch(self, jobs: Sequence[ReplicaJob], show: Callable[[], None]) -> None:
-        """Until the run is over and the jobs have ended; `show` is called now and then."""
+    def watch(
+        self, jobs: Sequence[ReplicaJob], show: Callable[[], None], patience_s: float = math.inf
+    ) -> None:
+        """Until the run is over and the jobs have ended; `show` is called now and then.
+
+        `patience_s`: how long places may be empty before it begins.
+        """
         roster = self.coordinator.roster
         while roster.phase != "over" or any(job.exit_code() is None for job in jobs):
             self.coordinator.wait(_TICK_S)
+            missing = roster.missing() if roster.phase == "gathering" else []
+            if missing and time.monotonic() - self._opened_s > patience_s:
+                self.coordinator.stop()
+                raise MeshError(
+                    f"nobody came for {explain_missing(missing)} within {patience_s:.0f} s; start"
+                    " asyncmesh join for it, or wait longer with --patience"
+                )
             for job in jobs:
                 if job.exit_code() is not None:
                     self._note_the_end_of(job)
             show()
 
     def _note_the_end_of(self, job: ReplicaJob) -> None:
-        reason = job.error() or f"its process ended with exit code {job.exit_code()}"
+        reason = job.reason()
         for stage in range(job.first, job.last + 1):
             self.coordinator.lost(stage, job.replica, reason)
         if not self.coordinator.roster.places and job.exit_code():
@@ -86,8 +103,12 @@ class MeshRun:
     # -- the end ----------------------------------------------------------------------------------
     def conclude(self) -> dict[str, Any]:
         """Write the summary; answers it. The checkpoint gets its name when it is whole."""
+        failure = self.coordinator.failure
+        if failure is not None:
+            raise self._cannot_record(failure)
         self._name_the_checkpoint()
-        wall_s = time.monotonic() - self._began_s
+        began_s = self.coordinator.roster.started_s or self._opened_s
+        wall_s = time.monotonic() - began_s
         summary = self._summary.build(self._status(), wall_s, self._tokens_of, "real")
         summary["replicas_lost"] = sorted({r for _, r, _ in self.coordinator.roster.failures()})
         try:
@@ -100,7 +121,7 @@ class MeshRun:
         states = {place.state for place in self.coordinator.roster.places.values()}
         if "diverged" in states:
             return "diverged"
-        if "finished" not in states or self.coordinator.failure is not None:
+        if "finished" not in states:
             return "failed"
         return "interrupted" if self._stopped else "completed"
 
@@ -111,22 +132,19 @@ class MeshRun:
 
     def error(self) -> AsyncMeshError | None:
         """Why the run is not what was asked for."""
-        failure = self.coordinator.failure
-        if failure is not None:
-            return self._cannot_record(failure)
         failures = self.coordinator.roster.failures()
         for _, _, place in failures:
             if place.state == "diverged":
                 return DivergedError(place.error or "diverged")
         if failures and self._status() == "failed":
             stage, replica, place = failures[0]
-            logs = self._folder.path / "logs"
+            logs = self.path / "logs"
             return MeshError(f"stage {stage} of replica {replica}: {place.error}; see {logs}")
         return None
 
     def _cannot_record(self, error: Exception) -> AsyncMeshError:
         reason = getattr(error, "strerror", None) or error
         return InputFileError(
-            f"{self._folder.path}: the run cannot be recorded ({reason}); make room, or choose"
+            f"{self.path}: the run cannot be recorded ({reason}); make room, or choose"
             " another output_dir"
         )

@@ -98,8 +98,6 @@ class Validation:
     def _begin(self, key: int, flat: Tensor, share: range) -> None:
         if not share:
             return self._finish(key, _Weights(flat, 0))
-        for earlier in [k for k in self._weights if k < key - 1]:
-            del self._weights[earlier]  # a validation that an upstream stage left out
         self._weights[key] = _Weights(flat, len(share))
         if self._is_first:
             self._tasks += [_Task(key, batch, self._batches[batch][0]) for batch in share]
@@ -112,6 +110,10 @@ class Validation:
         assert frame.payload is not None  # a stage's output
         key, batch = divmod(frame.number, _BATCHES)
         task = _Task(key, batch, frame.payload)
+        # Frames come in order, so nothing more will come for an earlier one: it was left out there.
+        under_way = {other.key for other in self._tasks}
+        for left_out in [k for k in self._weights if k < key and k not in under_way]:
+            del self._weights[left_out]
         if key in self._weights:
             self._tasks.append(task)
         else:

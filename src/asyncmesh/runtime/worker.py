@@ -357,6 +357,8 @@ class MeshWorker:
 
     def _finish(self, _: Finish) -> None:
         self._finished = True
+        if self._around.rounds is not None:
+            self._around.rounds.finish()
         if isinstance(self._engine, Engine):
             engine = self._engine
             held = (engine.pool.buffers, engine.buffer_bytes, engine.optimizer_bytes)
