@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import FunctionType, MethodType
@@ -292,6 +292,39 @@ class Engine:
             self._strength,
             residual,
         )
+
+    def blank_offer(self, round_: int) -> Tensor:
+        """Zeros of the size of what this worker would contribute to a round."""
+        if self._of_gradients:
+            like = self._gradient
+        else:
+            newest = self.pool.newest.flat
+            like = gather(newest, self._partition.indices(round_, newest.device))
+        return torch.zeros_like(like, dtype=self._wire or like.dtype)
+
+    # -- moving it to another worker --------------------------------------------------------------
+    def state(self) -> dict[str, Tensor]:
+        """Copies of all that another worker needs to go on from here, by name."""
+        return {name: tensor.clone() for name, tensor in self._state().items()}
+
+    def resume(self, state: Mapping[str, Tensor], update: int) -> None:
+        """Go on from another worker's `state()` as if so many updates had been made."""
+        for name, tensor in self._state().items():
+            tensor.copy_(state[name])
+        self.pool.newest.number = update
+        self._optimizer.count_from(update)
+
+    def _state(self) -> dict[str, Tensor]:
+        parts = {
+            "optimizer": self._optimizer.state(),
+            "agreement": self._agreement.state(),
+            "correction": self._correction.state(),
+        }
+        named = {
+            f"{part}.{k}": tensor for part, held in parts.items() for k, tensor in held.items()
+        }
+        constants = {f"constant.{name}": self._constants[name] for name in self._constants}
+        return {"weights": self.pool.newest.flat, **named, **constants}
 
     # -- what it holds ----------------------------------------------------------------------------
     def newest_weights(self) -> Tensor:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from asyncmesh.configuration import collect, nested
 from asyncmesh.errors import AsyncMeshError
+from asyncmesh.runtime.place import parse_place
+from asyncmesh.runtime.process import leave_word, run_worker
 
 
 def main() -> int:
@@ -27,12 +29,11 @@ def main() -> int:
     parser.add_argument("--log-dir", type=Path, default=Path("asyncmesh-logs"))
     known, assignments = parser.parse_known_args()
     try:
-        from asyncmesh.runtime.process import parse_place, run_worker  # noqa: PLC0415 - loads torch
-
         settings = nested(collect(None, None, assignments).values)
         place = parse_place(known.coordinator, known.replica, known.stages, known.bind, settings)
         code = run_worker(place, known.log_dir)
     except AsyncMeshError as error:
+        leave_word("worker", str(error))
         print(f"asyncmesh.worker: {error}", file=sys.stderr)
         return error.exit_code
     # Threads may still wait in torchft or Gloo, whose frames Python cannot unwind when it ends.

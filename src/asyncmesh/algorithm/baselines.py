@@ -22,7 +22,6 @@ class AdamW(Optimizer):
     ) -> None:
         super().__init__(weight_decay)
         self.beta1, self.beta2, self.epsilon = beta1, beta2, epsilon
-        self.update = 0
         self.m = torch.zeros_like(like)
         self.v = torch.zeros_like(like)
 
@@ -46,7 +45,6 @@ class SGD(Optimizer):
         super().__init__(weight_decay)
         self.momentum = momentum
         self.m = torch.zeros_like(like) if momentum else None
-        self.first = True
 
     def decay(self, target: Tensor, source: Tensor, lr: float) -> None:
         target.copy_(source)
@@ -55,12 +53,12 @@ class SGD(Optimizer):
         if self.weight_decay:
             gradient.add_(source, alpha=self.weight_decay)
         if self.m is not None:
-            if self.first:
-                self.m.copy_(gradient)
-            else:
+            if self.update:
                 self.m.mul_(self.momentum).add_(gradient)
+            else:
+                self.m.copy_(gradient)
             gradient = self.m
-        self.first = False
+        self.update += 1
         target.add_(gradient, alpha=-lr)
 
     def state(self) -> dict[str, Tensor]:

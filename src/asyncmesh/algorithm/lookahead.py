@@ -33,7 +33,6 @@ class NAdamW(Optimizer):
         super().__init__(weight_decay)
         self.beta1, self.beta2 = beta1, beta2
         self.momentum_decay, self.epsilon = momentum_decay, epsilon
-        self.update = 0
         self.m = torch.zeros_like(like)
         self.v = torch.zeros_like(like)
         # torch.optim.NAdam keeps Π μ_i as a tensor of the default dtype; a Python float would be
@@ -56,4 +55,4 @@ class NAdamW(Optimizer):
         target.addcdiv_(self.m, root, value=(-lr * mu_next) / (1.0 - product * mu_next))
 
     def state(self) -> dict[str, Tensor]:
-        return {"m": self.m, "v": self.v}
+        return {"m": self.m, "v": self.v, "mu_product": self.mu_product}

@@ -90,6 +90,13 @@ class Muon(Optimizer):
             scale = _RMS_OF_ADAMW * math.sqrt(max(slot.shape))
             slot.of(target).add_(orthogonalised(g.lerp(m, self.momentum)), alpha=-lr * scale)
 
+        self.update += 1
+
+    def count_from(self, update: int) -> None:
+        super().count_from(update)
+        for _, adamw in self.rest:
+            adamw.count_from(update)
+
     def state(self) -> dict[str, Tensor]:
         state = {"m": self.m}
         for slot, adamw in self.rest:

@@ -11,6 +11,7 @@ Invariant: `apply` never writes to `source`; `target` is written completely.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ class Optimizer(ABC):
 
     def __init__(self, weight_decay: float) -> None:
         self.weight_decay = weight_decay
+        self.update = 0  # how many have been made
 
     @abstractmethod
     def displace_(self, target: Tensor, source: Tensor, gradient: Tensor, lr: float) -> None:
@@ -32,6 +34,16 @@ class Optimizer(ABC):
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
         """The tensors that make up the state, by name (for checkpoints and for counting bytes)."""
+
+    def resume(self, state: Mapping[str, Tensor], update: int) -> None:
+        """Take over another's `state()` after so many updates."""
+        for name, tensor in self.state().items():
+            tensor.copy_(state[name])
+        self.count_from(update)
+
+    def count_from(self, update: int) -> None:
+        """Go on as if so many updates had been made."""
+        self.update = update
 
     def apply(self, target: Tensor, source: Tensor, gradient: Tensor, lr: float) -> None:
         """target ← (1 - ηλ) source - u(g): the whole update, out of place."""
@@ -56,15 +68,18 @@ class ErrorFeedback(Optimizer):
         self.mean_delay = mean_delay
         self.previous = torch.zeros_like(like)
         self.step = torch.empty_like(like)
-        self.first = True
 
     def displace_(self, target: Tensor, source: Tensor, gradient: Tensor, lr: float) -> None:
         self.step.zero_()
         self.inner.displace_(self.step, source, gradient, lr)  # -u(g_t)
-        trend = 0.0 if self.first else self.mean_delay
+        trend = self.mean_delay if self.update else 0.0
         target.add_(self.step, alpha=1 + trend).sub_(self.previous, alpha=trend)
         self.previous, self.step = self.step, self.previous
-        self.first = False
+        self.update += 1
+
+    def count_from(self, update: int) -> None:
+        super().count_from(update)
+        self.inner.count_from(update)
 
     def decay(self, target: Tensor, source: Tensor, lr: float) -> None:
         self.inner.decay(target, source, lr)

@@ -99,8 +99,9 @@ def join(
     Only train.device and train.threads are this host's own.
     """
     from asyncmesh.errors import MeshError
+    from asyncmesh.runtime.control import Control
     from asyncmesh.runtime.launch import ReplicaJob
-    from asyncmesh.runtime.process import ask_for_places
+    from asyncmesh.runtime.place import ask_for_places
 
     own = read(settings, None).values
     first, last = ask_for_places(coordinator, replica, stages, own)
@@ -116,6 +117,8 @@ def join(
     print(f"stages {first} to {last} of replica {replica}; logs: {log_dir}", flush=True)
     with started([job]):
         if job.wait():
+            with suppress(MeshError):  # the coordinator may be what it died of
+                Control(coordinator).lost(job.lost())
             raise MeshError(f"{job.reason()}; see {log_dir}")
     print("done")
 
@@ -141,12 +144,12 @@ def run_mesh(
     from asyncmesh.cli.console import print_job
     from asyncmesh.cli.live import live_view
     from asyncmesh.data.sampler import open_data
+    from asyncmesh.model.gpt import coordinates
     from asyncmesh.runtime.launch import ReplicaJob
-    from asyncmesh.runtime.process import parameters_of
     from asyncmesh.runtime.run import MeshRun
 
     data = open_data(config)
-    parameters = parameters_of(config, data.vocab)
+    parameters = sum(coordinates(config.model, data.vocab, config.mesh.stages))
     mesh = config.mesh
     with MeshRun(config, data, address, port) as run:
         print_job(config, parameters, data)

@@ -104,6 +104,9 @@ def _figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     rounds = summary["rounds"]
     figures = [("status", summary["status"]), ("updates", f"{summary['updates']:,}")]
+    if summary.get("replicas_lost"):
+        lost = ", ".join(map(str, summary["replicas_lost"]))
+        figures.append(("replicas lost", f"{lost}; the model is the mean of the others"))
     if summary["final_val_loss"] is not None:
         best = summary["best_val_loss"]
         figures.append(("validation loss", f"{summary['final_val_loss']:.4f} (best {best:.4f})"))

@@ -220,6 +220,12 @@ def build_stages(
     return [build_stage(model, vocab, stages, stage, seed, device) for stage in range(stages)]
 
 
+def coordinates(model: ModelConfig, vocab: int, stages: int) -> list[int]:
+    """How many parameters each stage has, without allocating one."""
+    parts = (build_stage(model, vocab, stages, stage, 0, "meta") for stage in range(stages))
+    return [sum(p.numel() for p in part.parameters()) for part in parts]
+
+
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     """The mean loss of a token: logits (B, T, vocab) against target (B, T), at least in float32."""
     if logits.dtype != torch.float64:

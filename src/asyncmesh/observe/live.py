@@ -107,8 +107,10 @@ class Live:
 
     @property
     def update(self) -> int:
-        """The update that the first stages have made; the slowest replica's."""
-        return min((w.update for (stage, _), w in self.workers.items() if not stage), default=0)
+        """The update that the first stages have made: the slowest replica's that is still heard."""
+        firsts = [worker for (stage, _), worker in self.workers.items() if stage == 0]
+        now_s = max((worker.now_s for worker in firsts), default=0.0)
+        return min((w.update for w in firsts if w.now_s >= now_s - _WINDOW_S), default=0)
 
     @property
     def loss(self) -> float | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import platform
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 import torch
@@ -153,8 +153,12 @@ class SummaryBuilder:
         wall_seconds: float,
         tokens_of: Callable[[int], int],
         clock: Literal["virtual", "real"] = "virtual",
+        lost: Collection[int] = (),
     ) -> dict[str, Any]:
-        """The content of `summary.json`. `tokens_of` says how many are in so many microbatches."""
+        """The content of `summary.json`. `tokens_of` says how many are in so many microbatches.
+
+        `lost`: replicas that were gone at the end.
+        """
         config, curve = self._config, self._curve
         tokens = tokens_of(self._microbatches)
         return {
@@ -168,10 +172,15 @@ class SummaryBuilder:
             },
             "seed": config.seed,
             "updates": min(
-                self._updates[stage, replica]
-                for stage in range(config.mesh.stages)
-                for replica in range(config.mesh.replicas)
+                (
+                    self._updates[stage, replica]
+                    for stage in range(config.mesh.stages)
+                    for replica in range(config.mesh.replicas)
+                    if replica not in lost
+                ),
+                default=0,
             ),
+            "replicas_lost": sorted(lost),
             "tokens": tokens,
             "final_val_loss": curve[-1].loss if curve else None,
             "best_val_loss": min((e.loss for e in curve if e.loss is not None), default=None),

@@ -55,12 +55,13 @@ class _Round:
 class Averaging:
     """The rounds of one worker that are in flight, oldest first."""
 
-    def __init__(self, plan: AveragingPlan) -> None:
+    def __init__(self, plan: AveragingPlan, first_update: int = 0, first_round: int = 0) -> None:
+        """With `first_update` and `first_round`, as if so many had been made."""
         self.plan = plan
         self._in_flight: list[_Round] = []
-        self._started = 0
-        self._last_start = 0
-        self._snapshot_taken_at = 0  # the boundary whose snapshot is settled
+        self._started = first_round
+        self._last_start = first_update
+        self._snapshot_taken_at = first_update  # the boundary whose snapshot is settled
 
     @property
     def of_gradients(self) -> bool:

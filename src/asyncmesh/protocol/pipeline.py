@@ -73,15 +73,15 @@ class PipelinePlan:
 class Pipeline:
     """Counters of one worker's pipeline axis, and the rule above."""
 
-    def __init__(self, plan: PipelinePlan) -> None:
+    def __init__(self, plan: PipelinePlan, first_update: int = 0) -> None:
+        """With `first_update`, as if so many updates had been made."""
         self.plan = plan
-        self.version = 0
-        self.forwarded = 0
-        self.backwarded = 0
+        self.version = first_update
+        self.forwarded = self.backwarded = first_update * plan.accumulation
         self.last_update = plan.updates
         every = plan.updates * plan.accumulation
-        self._activations = every if plan.is_first else 0  # that have arrived
-        self._gradients = 0  # likewise; the last stage makes its own
+        self._activations = every if plan.is_first else self.forwarded  # that have arrived
+        self._gradients = self.forwarded  # likewise; the last stage makes its own
         self._versions: deque[int] = deque()  # of the microbatches in flight, oldest first
 
     def activation_received(self, microbatch: int) -> None:

@@ -36,10 +36,16 @@ from asyncmesh.protocol.pipeline import Pipeline, PipelinePlan
 class Worker:
     """One (stage, replica): pipeline and averaging put together."""
 
-    def __init__(self, pipeline: PipelinePlan, averaging: AveragingPlan) -> None:
+    def __init__(
+        self,
+        pipeline: PipelinePlan,
+        averaging: AveragingPlan,
+        first_update: int = 0,
+        first_round: int = 0,
+    ) -> None:
         self.plan = pipeline
-        self._pipeline = Pipeline(pipeline)
-        self._averaging = Averaging(averaging)
+        self._pipeline = Pipeline(pipeline, first_update)
+        self._averaging = Averaging(averaging, first_update, first_round)
         self._computing = False  # a forward, a backward or an update
         self._updating = False
         # What a mean that is waited for lets go on: the rest of an update. None: nothing waits.
@@ -57,8 +63,10 @@ class Worker:
         }
 
     @classmethod
-    def of(cls, config: Config, stage: int) -> Worker:
-        return cls(PipelinePlan.of(config, stage), AveragingPlan.of(config))
+    def of(cls, config: Config, stage: int, first_update: int = 0, first_round: int = 0) -> Worker:
+        """One that comes late goes on after `first_update` updates and `first_round` rounds."""
+        plans = PipelinePlan.of(config, stage), AveragingPlan.of(config)
+        return cls(*plans, first_update, first_round)
 
     @property
     def is_updating(self) -> bool:

@@ -22,6 +22,7 @@ from asyncmesh.observe.events import Event, to_json
 from asyncmesh.runtime.messages import (
     DistancePart,
     Hello,
+    Lost,
     Message,
     Orders,
     Phase,
@@ -54,6 +55,9 @@ class Control:
 
     def report(self, report: Report) -> Orders:
         return Orders.model_validate_json(self._post("/report", report))
+
+    def lost(self, lost: Lost) -> None:
+        self._post("/lost", lost)
 
     def put_weights(self, update: int, stage: int, content: bytes) -> None:
         answer = self._http.put(f"/weights/{update}/{stage}", content=content, timeout=3600)

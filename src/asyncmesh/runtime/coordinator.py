@@ -27,7 +27,7 @@ from asyncmesh.config import Config
 from asyncmesh.configuration import flattened
 from asyncmesh.errors import AsyncMeshError, MeshError, WireError
 from asyncmesh.runtime.collector import Collector
-from asyncmesh.runtime.messages import Hello, Message, Orders, Refusal, Report, Welcome
+from asyncmesh.runtime.messages import Hello, Lost, Message, Orders, Refusal, Report, Taken, Welcome
 from asyncmesh.runtime.network import listen, serve_store
 from asyncmesh.runtime.roster import Roster, versions_here
 
@@ -57,6 +57,7 @@ class Coordinator:
                     routes=[
                         Route("/hello", self._on(Hello, self._welcome), methods=["POST"]),
                         Route("/report", self._on(Report, self._orders), methods=["POST"]),
+                        Route("/lost", self._on(Lost, self._note_lost), methods=["POST"]),
                         Route("/weights/{update:int}/{stage:int}", self._put, methods=["PUT"]),
                     ]
                 ),
@@ -97,11 +98,16 @@ class Coordinator:
             self.roster.stop()
             self.changed.notify_all()
 
-    def lost(self, stage: int, replica: int, reason: str) -> None:
-        """A worker is known to be gone (its launcher saw it end)."""
+    def lost(self, lost: Lost) -> None:
+        """Workers are known to be gone: their launcher saw them end."""
         with self.changed:
-            self.roster.lost(stage, replica, reason)
+            self.roster.lost(lost)
             self.changed.notify_all()
+
+    def forget_the_silent(self) -> None:
+        """Who has not been heard for long is taken for lost."""
+        with self.changed:
+            self.roster.forget_the_silent(time.monotonic())
 
     # -- the control plane ------------------------------------------------------------------------
     def _serve(self) -> None:
@@ -143,6 +149,10 @@ class Coordinator:
             attempt=roster.attempts.get(hello.replica, 0),
             running=running,
         )
+
+    def _note_lost(self, lost: Lost) -> Taken:
+        self.roster.lost(lost)
+        return Taken()
 
     def _orders(self, report: Report) -> Orders:
         now_s = time.monotonic()

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncmesh.runtime.job import BACKEND
+from asyncmesh.runtime.messages import Lost
 from asyncmesh.runtime.process import ERRORS, HOST_WORKERS
 
 _TERMINATE_S = 5.0
@@ -82,6 +83,16 @@ class ReplicaJob:
         if words:
             return words[0].read_text().strip()
         return f"its process ended with exit code {self.exit_code()}"
+
+    def lost(self) -> Lost:
+        """What the coordinator is told when it has ended."""
+        return Lost(
+            job=self.job,
+            replica=self.replica,
+            first=self.first,
+            last=self.last,
+            reason=self.reason(),
+        )
 
     def close(self) -> None:
         """End what still runs: politely, then not."""

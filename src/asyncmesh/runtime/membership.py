@@ -11,6 +11,8 @@ tells everyone the highest count among the members; who has a lower one has miss
 
 from __future__ import annotations
 
+import logging
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,9 +23,11 @@ from torchft.coordination import ManagerClient, ManagerServer
 
 from asyncmesh.runtime.network import GlooGroup, Store, part_of
 
+_log = logging.getLogger(__name__)
 _CONNECT = timedelta(seconds=20)
 _HEARTBEAT = timedelta(milliseconds=500)
 _PATIENCE = timedelta(days=7)  # for a slow replica; a dead one is noticed by its heartbeats
+_BEGIN_S = 30.0
 _SILENCE = timedelta(seconds=60)  # of a member within an exchange
 
 
@@ -95,6 +99,17 @@ class Membership:
             numbers = self._group.gather(torch.tensor([number]))
             counts = [int(one) == result.max_step for one in numbers]
         return Meeting(replicas, self._group, result.max_step, counts)
+
+    def meet_all(self, count: int) -> None:
+        """Before the run begins: until so many have come. A lighthouse hears of a replica with its
+        first heartbeat, so a first meeting may still be without some.
+        """
+        deadline_s = time.monotonic() + _BEGIN_S
+        while len(self.meet(0).replicas) < count:
+            if time.monotonic() > deadline_s:
+                _log.warning("begins without all %d replicas of this stage", count)
+                return
+            time.sleep(_HEARTBEAT.total_seconds() / 10)
 
     def failed(self) -> None:
         """An operation of the group failed: the next meeting makes a new one."""

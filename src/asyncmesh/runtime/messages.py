@@ -92,6 +92,20 @@ class Report(Message):
     distances: list[DistancePart] = []
 
 
+class Lost(Message):
+    """A launcher saw its workers of a replica end otherwise than they should."""
+
+    job: str
+    replica: Number
+    first: Number
+    last: Number
+    reason: str
+
+
+class Taken(Message):
+    """Noted."""
+
+
 class Orders(Message):
     """The answer to a report. Times are the coordinator's monotonic clock, in seconds."""
 

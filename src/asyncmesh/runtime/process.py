@@ -12,11 +12,9 @@ import ctypes
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,29 +23,27 @@ import torch
 from safetensors.torch import save
 
 from asyncmesh.config import Config
-from asyncmesh.configuration import flattened, nested
 from asyncmesh.data.sampler import Dataset, open_data
 from asyncmesh.device import choose_device
 from asyncmesh.engine import Engine, StageProgram
 from asyncmesh.errors import AsyncMeshError, DivergedError, MeshError
-from asyncmesh.model.gpt import build_stage, cross_entropy
+from asyncmesh.model.gpt import build_stage, coordinates, cross_entropy
 from asyncmesh.model.splitting import stage_costs
 from asyncmesh.observe.events import Joined
 from asyncmesh.protocol.pipeline import PipelinePlan
 from asyncmesh.runtime.control import Control, Reporter
 from asyncmesh.runtime.edges import Edge
 from asyncmesh.runtime.emulated import EmulatedEngine
+from asyncmesh.runtime.healing import agree_on_update, catch_up
 from asyncmesh.runtime.membership import Membership
-from asyncmesh.runtime.messages import ALL_STAGES, Hello, Phase, Welcome
+from asyncmesh.runtime.messages import Phase, Welcome
 from asyncmesh.runtime.network import (
     Store,
     connect_store,
-    own_address_towards,
     part_of,
-    split_address,
 )
-from asyncmesh.runtime.roster import versions_here
-from asyncmesh.runtime.rounds import Rounds
+from asyncmesh.runtime.place import Place, config_of, hello_of
+from asyncmesh.runtime.rounds import Mean, Rounds
 from asyncmesh.runtime.staging import staging_for
 from asyncmesh.runtime.stopwatch import stopwatch_for
 from asyncmesh.runtime.validation import Validation, in_microbatches
@@ -59,20 +55,6 @@ _GOODBYE_S = 10.0
 _NEVER_BEGAN = "the coordinator ended the run before it began; its console says why"
 ERRORS = "ASYNCMESH_ERRORS"  # the folder that a launcher reads
 HOST_WORKERS = "ASYNCMESH_HOST_WORKERS"  # how many workers share this host's cores
-
-
-@dataclass(frozen=True)
-class Place:
-    """What the command line and torchrun's environment say."""
-
-    coordinator: str
-    job: str
-    replica: int
-    first: int
-    last: int
-    stage: int
-    address: str
-    settings: dict[str, Any]
 
 
 def run_worker(place: Place, log_folder: Path) -> int:
@@ -87,11 +69,11 @@ def run_worker(place: Place, log_folder: Path) -> int:
         return error.exit_code
     except AsyncMeshError as error:
         _log.error("%s", error, exc_info=True)
-        _leave_word(name, str(error))
+        leave_word(name, str(error))
         return error.exit_code
     except Exception as error:
         _log.exception("a defect")
-        _leave_word(name, told(error))
+        leave_word(name, told(error))
         return 1
     return 0
 
@@ -115,56 +97,6 @@ def _take_part(place: Place) -> None:
     control.close()
 
 
-def hello_of(place: Place) -> Hello:
-    return Hello(
-        job=place.job,
-        replica=place.replica,
-        first=place.first,
-        last=place.last,
-        host=socket.gethostname(),
-        versions=versions_here(),
-        settings=place.settings,
-    )
-
-
-def ask_for_places(
-    coordinator: str, replica: int, stages: str | None, settings: dict[str, Any]
-) -> tuple[int, int]:
-    """Whether this host would be welcome with those stages (default: all); which they are.
-
-    Raises `MeshError` with the coordinator's reason. The places are taken by the workers.
-    """
-    split_address(coordinator, "--coordinator")
-    control = Control(coordinator)
-    first, last = parse_stages(stages) if stages is not None else (0, ALL_STAGES)
-    question = Hello(
-        job="",
-        replica=replica,
-        first=first,
-        last=last,
-        host=socket.gethostname(),
-        versions=versions_here(),
-        settings=settings,
-    )
-    welcome = control.hello(question)
-    control.close()
-    if stages is None:
-        last = config_of(welcome, {}).mesh.stages - 1
-    return first, last
-
-
-def config_of(welcome: Welcome, own: dict[str, Any]) -> Config:
-    """The mesh's configuration, with what is this host's own business."""
-    return Config.from_dict(nested(welcome.settings | own))
-
-
-def parameters_of(config: Config, vocab: int) -> int:
-    """Of the whole model, of which this process holds nothing."""
-    stages = range(config.mesh.stages)
-    parts = (build_stage(config.model, vocab, len(stages), s, config.seed, "meta") for s in stages)
-    return sum(p.numel() for part in parts for p in part.parameters())
-
-
 class _Phases:
     """The run's phase as the reporting thread learns it."""
 
@@ -184,7 +116,7 @@ class _Phases:
         if phase == "over" and not self._is_set_up:
             # The main thread may be waiting for a neighbour that will never come.
             _log.error("%s", _NEVER_BEGAN)
-            _leave_word("ended", _NEVER_BEGAN)
+            leave_word("ended", _NEVER_BEGAN)
             logging.shutdown()
             os._exit(1)
         if phase == "stopping":
@@ -207,11 +139,11 @@ class _Assembly:
         data = open_data(config)
         self._engine = _engine(config, place, data, self._device)
         self.worker = MeshWorker(config, place.stage, place.replica, self._engine, data.batches)
-        self._store = welcome.store
+        self._welcome = welcome
         self._rounds, self._evaluations = self._memberships(welcome)
-        prefix = f"replica-{place.replica}-attempt-{welcome.attempt}"
-        self._downstream = self._edge(prefix, place.stage, config.mesh.stages - 1)
-        self._upstream = self._edge(prefix, place.stage - 1, config.mesh.stages - 1)
+        self._prefix = f"replica-{place.replica}-attempt-{welcome.attempt}"
+        self._downstream = self._edge(place.stage)
+        self._upstream = self._edge(place.stage - 1)
         if isinstance(self._engine, Engine):
             self.worker.validation = Validation(
                 self._engine,
@@ -225,14 +157,14 @@ class _Assembly:
             )
 
     def _connect(self) -> Store:
-        return connect_store(self._store, _NEIGHBOURS)
+        return connect_store(self._welcome.store, _NEIGHBOURS)
 
-    def _edge(self, prefix: str, upstream: int, edges: int) -> Edge | None:
-        if not 0 <= upstream < edges:
+    def _edge(self, upstream: int) -> Edge | None:
+        if not 0 <= upstream < self._config.mesh.stages - 1:
             return None
 
         def connect() -> Store:
-            return part_of(self._connect(), prefix)
+            return part_of(self._connect(), self._prefix)
 
         return Edge(connect, upstream, self._place.stage, self._place.address)
 
@@ -257,27 +189,57 @@ class _Assembly:
             member("evaluations", welcome.evaluations) if evaluates else None,
         )
 
-    def _averaging(
-        self, membership: Membership | None, on_mean: Any, may_miss: bool
+    def _start(
+        self, membership: Membership | None, on_mean: Callable[[Mean], None], may_miss: bool
     ) -> Rounds | None:
         if membership is None:
             return None
-        while len(membership.meet(0).replicas) < self._config.mesh.replicas:
-            _log.info("waiting for the other replicas of this stage")
-        fail = self.worker.on_failure
-        staging = staging_for(self._device)
-        rounds = Rounds(membership, staging, self._reporter.clock, on_mean, fail, may_miss)
+        state = None if may_miss or self._config.compute.emulated else self.worker.state_after
+        rounds = Rounds(
+            membership,
+            staging_for(self._device),
+            self._reporter.clock,
+            on_mean,
+            self.worker.on_failure,
+            may_miss,
+            state,
+        )
         rounds.start()
         return rounds
+
+    def _meet_the_others(self) -> int:
+        """All begin together, or a late one gets a peer's state; answers its updates."""
+        if self._welcome.running:
+            return self._catch_up()
+        for membership in (self._rounds, self._evaluations):
+            if membership is not None:
+                membership.meet_all(self._config.mesh.replicas)
+        return 0
+
+    def _catch_up(self) -> int:
+        config, stage = self._config, self._place.stage
+        if self._rounds is None or not isinstance(self._engine, Engine):
+            raise MeshError(
+                f"replica {self._place.replica} comes late, and with averaging.method ="
+                f" {config.averaging.method} no other replica can give it its weights; start the"
+                " run again"
+            )
+        state, update, rounds = catch_up(self._rounds, self._engine)
+        store = part_of(self._connect(), self._prefix)
+        update = agree_on_update(store, stage, config.mesh.stages, update)
+        self.worker.begin_late(state, update, rounds)
+        _log.info("goes on after update %d and round %d", update, rounds)
+        return update
 
     def train(self, phases: _Phases, control: Control) -> None:
         """From the start of the run to the end of this worker's part in it."""
         worker, place = self.worker, self._place
+        update = self._meet_the_others()
         surroundings = Surroundings(
             upstream=self._upstream,
             downstream=self._downstream,
-            rounds=self._averaging(self._rounds, worker.on_mean, False),
-            evaluations=self._averaging(self._evaluations, worker.on_evaluation_mean, True),
+            rounds=self._start(self._rounds, worker.on_mean, False),
+            evaluations=self._start(self._evaluations, worker.on_evaluation_mean, True),
             staging=staging_for(self._device),
             stopwatch=stopwatch_for(self._device, self._reporter.clock),
             emit=self._reporter.emit,
@@ -290,7 +252,9 @@ class _Assembly:
         self._reporter.state("training")
         here = (place.stage, place.replica)
         self._reporter.emit(
-            Joined(self._reporter.clock(), *here, 0, str(self._device), torch.get_num_threads())
+            Joined(
+                self._reporter.clock(), *here, update, str(self._device), torch.get_num_threads()
+            )
         )
         worker.run(surroundings)
         for edge in edges:
@@ -320,10 +284,9 @@ def _engine(
 ) -> Engine | EmulatedEngine:
     stage, stages, model = place.stage, config.mesh.stages, config.model
     if config.compute.emulated:
-        shapes = build_stage(model, data.vocab, stages, stage, config.seed, "meta")
-        coordinates = sum(p.numel() for p in shapes.parameters())
+        size = coordinates(model, data.vocab, stages)[stage]
         costs = stage_costs(model, data.vocab, stages)
-        return EmulatedEngine(config, stage, place.replica, coordinates, costs)
+        return EmulatedEngine(config, stage, place.replica, size, costs)
     module = build_stage(model, data.vocab, stages, stage, config.seed)
     module.to(device, torch.float64 if config.train.dtype == "float64" else torch.float32)
     loss = cross_entropy if stage == stages - 1 else None
@@ -386,44 +349,8 @@ def told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _leave_word(name: str, message: str) -> None:
+def leave_word(name: str, message: str) -> None:
+    """For the launcher, which tells the person who typed."""
     folder = os.environ.get(ERRORS)
     if folder:
         Path(folder, f"{name}.txt").write_text(" ".join(message.split()) + "\n")
-
-
-def parse_place(
-    coordinator: str,
-    replica: int,
-    stages: str | None,
-    address: str | None,
-    settings: dict[str, Any],
-) -> Place:
-    """A place from the options of a command line and the environment that torchrun makes."""
-    host, port = split_address(coordinator, "--coordinator")
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
-    count = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    first, last = parse_stages(stages) if stages is not None else (0, count - 1)
-    if last - first + 1 != count:
-        raise MeshError(
-            f"--stages {first}-{last}: are {last - first + 1} stages, but torchrun starts {count}"
-            f" workers here; give it --nproc-per-node={last - first + 1}"
-        )
-    return Place(
-        coordinator=coordinator,
-        job=os.environ.get("TORCHELASTIC_RUN_ID", f"{socket.gethostname()}-{os.getpid()}"),
-        replica=replica,
-        first=first,
-        last=last,
-        stage=first + rank,
-        address=address or own_address_towards(host, port),
-        settings=flattened(settings),
-    )
-
-
-def parse_stages(text: str) -> tuple[int, int]:
-    """A-B, or A alone."""
-    first, _, last = text.partition("-")
-    if not first.isdecimal() or not (last or first).isdecimal():
-        raise MeshError(f"--stages {text}: must be A-B, counted from 0, such as 0-1")
-    return int(first), int(last or first)

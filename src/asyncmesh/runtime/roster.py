@@ -15,7 +15,7 @@ from importlib.metadata import version
 from asyncmesh.config import Config
 from asyncmesh.configuration import resolved
 from asyncmesh.errors import MeshError
-from asyncmesh.runtime.messages import ALL_STAGES, Hello, Phase, Report, State
+from asyncmesh.runtime.messages import ALL_STAGES, Hello, Lost, Phase, Report, State
 
 # What may differ between the hosts of a mesh.
 HOST_SETTINGS = ("train.device", "train.threads", "output_dir")
@@ -23,6 +23,7 @@ _SAME_EVERYWHERE = ("asyncmesh", "torch", "torchft")
 _GONE = ("failed", "diverged")
 _ENDED = ("finished", *_GONE)
 _UNHEARD_S = 10.0  # after which a place may be taken by another job
+_LOST_S = 30.0  # after which its worker is taken for lost
 
 
 @dataclass
@@ -152,10 +153,21 @@ class Roster:
             )
         return place
 
-    def lost(self, stage: int, replica: int, reason: str) -> None:
-        """A worker is gone without a word of its own."""
-        place = self.places.get((stage, replica))
-        if place is not None and place.state not in _ENDED:
+    def lost(self, lost: Lost) -> None:
+        """Workers are gone, perhaps without a word of their own."""
+        for stage in range(lost.first, lost.last + 1):
+            place = self.places.get((stage, lost.replica))
+            if place is not None and place.job == lost.job:
+                self._fail(place, lost.reason)
+
+    def forget_the_silent(self, now_s: float) -> None:
+        """While the mesh trains; before, a host may take its time to install things."""
+        for place in self.places.values():
+            if self.phase != "gathering" and now_s - place.heard_s > _LOST_S:
+                self._fail(place, f"was not heard for {_LOST_S:.0f} s")
+
+    def _fail(self, place: Place, reason: str) -> None:
+        if place.state not in _ENDED:
             place.state, place.error = "failed", place.error or reason
             self._end_if_over()
 

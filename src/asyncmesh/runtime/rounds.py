@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from asyncmesh.errors import MeshError
+from asyncmesh.runtime.healing import State, give, is_giver
 from asyncmesh.runtime.membership import Meeting, Membership
 from asyncmesh.runtime.reduction import mean_over
 from asyncmesh.runtime.staging import Staging
@@ -47,7 +48,11 @@ class Mean:
 
 
 class Rounds:
-    """The thread. `may_miss`: an offer that the others have left behind is dropped quietly."""
+    """The thread.
+
+    `may_miss`: an offer that the others have left behind is dropped quietly. `state` answers this
+    worker's state, with its updates, once the mean of a number is merged into it.
+    """
 
     def __init__(
         self,
@@ -57,9 +62,11 @@ class Rounds:
         on_mean: Callable[[Mean], None],
         fail: Callable[[Exception], None],
         may_miss: bool = False,
+        state: Callable[[int], tuple[State, int]] | None = None,
     ) -> None:
         self._membership, self._staging, self._clock = membership, staging, clock
         self._on_mean, self._fail, self._may_miss = on_mean, fail, may_miss
+        self._state = state
         self._queue: queue.SimpleQueue[Offer | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._exchanging = threading.Lock()
@@ -87,23 +94,20 @@ class Rounds:
     def _run(self) -> None:
         try:
             while (offer := self._queue.get()) is not None and not self._closing.is_set():
-                mean = self._average(offer)
-                if mean is not None:
-                    self._on_mean(mean)
+                self._average(offer)
             self._membership.close()
         except Exception as error:
             if not self._closing.is_set():
                 self._fail(error)
 
-    def _average(self, offer: Offer) -> Mean | None:
+    def _average(self, offer: Offer) -> None:
         payload = self._staging.to_cpu(offer.payload, offer.ready)
         while True:
             began_s = self._clock()
             try:
                 meeting = self._membership.meet(offer.number)
                 if meeting.number > offer.number:
-                    self._missed(offer, meeting)
-                    return None
+                    return self._missed(offer, meeting)
                 if self._may_miss and not all(meeting.counts):
                     continue  # someone has yet to find out that this is not for them
                 with self._exchanging:
@@ -117,14 +121,27 @@ class Rounds:
             self._membership.succeeded()
             members = zip(meeting.replicas, meeting.counts, strict=True)
             replicas = tuple(replica for replica, counted in members if counted)
-            return Mean(
-                offer.number,
-                self._staging.to_device(mean),
-                replicas,
-                sent,
-                began_s,
-                self._clock(),
+            self._on_mean(
+                Mean(
+                    offer.number,
+                    self._staging.to_device(mean),
+                    replicas,
+                    sent,
+                    began_s,
+                    self._clock(),
+                )
             )
+            return self._help_who_is_behind(meeting)
+
+    def _help_who_is_behind(self, meeting: Meeting) -> None:
+        if self._state is None or not is_giver(meeting):
+            return
+        state, update = self._state(meeting.number)
+        try:
+            give(meeting, state, update)
+        except RuntimeError as error:
+            _log.warning("a late replica is lost again: %s", error)
+            self._membership.failed()
 
     def _missed(self, offer: Offer, meeting: Meeting) -> None:
         if not self._may_miss:

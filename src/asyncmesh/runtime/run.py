@@ -76,6 +76,7 @@ class MeshRun:
         roster = self.coordinator.roster
         while roster.phase != "over" or any(job.exit_code() is None for job in jobs):
             self.coordinator.wait(_TICK_S)
+            self.coordinator.forget_the_silent()
             missing = roster.missing() if roster.phase == "gathering" else []
             if missing and time.monotonic() - self._opened_s > patience_s:
                 self.coordinator.stop()
@@ -89,11 +90,9 @@ class MeshRun:
             show()
 
     def _note_the_end_of(self, job: ReplicaJob) -> None:
-        reason = job.reason()
-        for stage in range(job.first, job.last + 1):
-            self.coordinator.lost(stage, job.replica, reason)
+        self.coordinator.lost(job.lost())
         if not self.coordinator.roster.places and job.exit_code():
-            raise MeshError(f"replica {job.replica}: {reason}; see {job.log_folder}")
+            raise MeshError(f"replica {job.replica}: {job.reason()}; see {job.log_folder}")
 
     def stop(self) -> None:
         """Save and stop."""
@@ -109,8 +108,8 @@ class MeshRun:
         self._name_the_checkpoint()
         began_s = self.coordinator.roster.started_s or self._opened_s
         wall_s = time.monotonic() - began_s
-        summary = self._summary.build(self._status(), wall_s, self._tokens_of, "real")
-        summary["replicas_lost"] = sorted({r for _, r, _ in self.coordinator.roster.failures()})
+        lost = {replica for _, replica, _ in self.coordinator.roster.failures()}
+        summary = self._summary.build(self._status(), wall_s, self._tokens_of, "real", lost)
         try:
             self._folder.finish(summary)
         except OSError as error:

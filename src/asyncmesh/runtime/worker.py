@@ -85,6 +85,14 @@ class Surroundings:
     emit: Callable[[Event | Deferred], None]
 
 
+@dataclass(frozen=True)
+class _WantedState:
+    """A peer is late and wants this worker's state as it is after `round`."""
+
+    round: int
+    answer: queue.SimpleQueue[tuple[dict[str, Tensor], int]]
+
+
 class MeshWorker:
     """The (stage, replica) of this process."""
 
@@ -110,6 +118,7 @@ class MeshWorker:
         self._means: dict[int, Mean] = {}
         self._validated: dict[int, tuple[Tensor, int]] = {}  # copies given away, with the update
         self._evaluate_after: int | None = None
+        self._wanted: list[_WantedState] = []
         self.updates = 0
         self.mean_of_the_end: Mean | None = None
         self._meaning: dict[type, Callable[[Any], None]] = {
@@ -137,8 +146,21 @@ class MeshWorker:
     def on_stop(self) -> None:
         self._inbox.put((self._tell, StopRequested()))
 
+    def state_after(self, round_: int) -> tuple[dict[str, Tensor], int]:
+        """This worker's state once that round (counted from 1) is merged. Waits for the loop."""
+        wanted = _WantedState(round_ - 1, queue.SimpleQueue())
+        self._inbox.put((self._state_wanted, wanted))
+        return wanted.answer.get()
+
     def on_failure(self, error: Exception) -> None:
         self._inbox.put((_raise, error))
+
+    def begin_late(self, state: dict[str, Tensor], update: int, rounds: int) -> None:
+        """Go on from a peer's state, before `run`."""
+        assert isinstance(self._engine, Engine)
+        self._engine.resume(state, update)
+        self._machine = Worker.of(self.config, self.stage, update, rounds)
+        self.updates = update
 
     # -- the loop -----------------------------------------------------------------------------
     def run(self, surroundings: Surroundings) -> None:
@@ -171,6 +193,7 @@ class MeshWorker:
         if self._evaluate_after is not None and not self._machine.is_updating:
             update, self._evaluate_after = self._evaluate_after, None
             self._boundary(update)
+        self._answer_who_wants_the_state()
 
     def _is_validated(self) -> bool:
         if self.validation is None:
@@ -237,6 +260,18 @@ class MeshWorker:
         if mean.number == FINAL:
             self.mean_of_the_end = mean
         self.validation.mean_arrived(mean, own, reached)
+
+    def _state_wanted(self, wanted: _WantedState) -> None:
+        self._wanted.append(wanted)
+        self._answer_who_wants_the_state()
+
+    def _answer_who_wants_the_state(self) -> None:
+        """Between two computations; a mean that lies here is not merged yet."""
+        for wanted in self._wanted[:]:
+            if wanted.round not in self._means or self._finished:
+                assert isinstance(self._engine, Engine)
+                wanted.answer.put((self._engine.state(), self.updates))
+                self._wanted.remove(wanted)
 
     # -- what each action does ----------------------------------------------------------------
     def _run_forward(self, action: RunForward) -> None:

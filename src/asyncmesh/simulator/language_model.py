@@ -16,7 +16,7 @@ from asyncmesh.data.sampler import Dataset, open_data
 from asyncmesh.device import choose_device
 from asyncmesh.engine import wire_width
 from asyncmesh.errors import ConfigError
-from asyncmesh.model.gpt import build_stage, build_stages, cross_entropy
+from asyncmesh.model.gpt import build_stages, coordinates, cross_entropy
 from asyncmesh.model.splitting import stage_costs
 from asyncmesh.observe.events import Sink
 from asyncmesh.simulator.mesh import Sizes, VirtualMesh
@@ -75,9 +75,8 @@ def stage_sizes(config: Config, vocab: int) -> Sizes:
     # Under bfloat16 autocast the residual stream between blocks stays float32.
     width = wire_width(config.pipeline.wire_dtype, weights_width(config))
     activation = config.pipeline.microbatch_size * model.context * model.width * width
-    parts = [build_stage(model, vocab, stages, s, config.seed, "meta") for s in range(stages)]
-    coordinates = [sum(p.numel() for p in part.parameters()) for part in parts]
-    return Sizes([activation] * (stages - 1), coordinates, weights_width(config))
+    sizes = coordinates(model, vocab, stages)
+    return Sizes([activation] * (stages - 1), sizes, weights_width(config))
 
 
 def tokens_of(config: Config, microbatches: int) -> int:
