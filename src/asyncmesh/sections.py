@@ -52,7 +52,7 @@ class TrainConfig(Section):
     )
     compile: bool = Field(False, description="torch.compile every stage")
     threads: Positive | None = Field(
-        None, description="real mesh: CPU threads of a worker; default: a host's cores shared out"
+        None, description="on the CPU; default: the cores shared out among a host's processes"
     )
 
 

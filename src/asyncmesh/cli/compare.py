@@ -315,7 +315,7 @@ def run_task(task: RunTask, threads: int) -> dict[str, Any]:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     if _is_up_to_date(task):
         return read_summary(task.folder)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(task.config.train.threads or threads)
     job = language_model_job(task.config).job
     folder = RunFolder(task.folder, task.config, keep_events=False)
     result = run_job(job, folder)

@@ -47,14 +47,15 @@ class View:
     def show(self) -> None:
         raise NotImplementedError
 
-    def _say_who_was_lost(self) -> None:
-        for stage, replica, place in self.roster.failures():
-            if (stage, replica) not in self._lost and place.state == "failed":
+    def _say_who_went_and_came(self) -> None:
+        for (stage, replica), place in sorted(self.roster.places.items()):
+            name = f"stage {stage} of replica {replica} on {place.host}"
+            if (stage, replica) in self._lost and place.state == "training":
+                self._lost.remove((stage, replica))
+                console.print(f"back: {name}", markup=False, soft_wrap=True)
+            elif (stage, replica) not in self._lost and place.state == "failed":
                 self._lost.add((stage, replica))
-                console.print(
-                    f"lost: stage {stage} of replica {replica} on {place.host}: {place.error}",
-                    markup=False,
-                )
+                console.print(f"lost: {name}: {place.error}", markup=False, soft_wrap=True)
 
 
 class PlainView(View):
@@ -62,12 +63,16 @@ class PlainView(View):
 
     def __init__(self, config: Config, live: Live, roster: Roster) -> None:
         super().__init__(config, live, roster)
-        self._began_s, self._said, self._awaited = time.monotonic(), 0, ""
+        self._began_s, self._said = time.monotonic(), 0
+        self._awaited: str | None = ""  # None: nobody is any more
 
     def show(self) -> None:
-        self._say_who_was_lost()
+        self._say_who_went_and_came()
         if self.roster.phase == "gathering":
             self._say_who_is_missing()
+        elif self._awaited is not None:
+            self._awaited = None
+            print("training begins", flush=True)
         updates, live = self.config.train.updates, self.live
         step = live.update * _LINES // updates
         if step > self._said:
@@ -102,7 +107,7 @@ class TableView(View):
         self._task = self._bar.add_task("gathering", total=config.train.updates)
 
     def show(self) -> None:
-        self._say_who_was_lost()
+        self._say_who_went_and_came()
         if self.display is not None:
             self.display.update(self.render())
 

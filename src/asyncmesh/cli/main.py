@@ -6,12 +6,18 @@ mistake is one line on stderr; a traceback is always a defect of ours.
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
 
 from asyncmesh.cli import compare, inspection, mesh, results, running
 from asyncmesh.errors import AsyncMeshError
+
+# Libraries below are loaded later and read these then. They talk to the console of a person who
+# cannot do anything about what they say; the workers' logs have it all.
+os.environ.setdefault("RUST_LOG", "error")  # torchft
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 app = typer.Typer(
     name="asyncmesh",

@@ -179,9 +179,9 @@ def _watch(run: MeshRun, jobs: Sequence[ReplicaJob], show: Any, patience_s: floa
     try:
         run.watch(jobs, show, patience_s)
     except KeyboardInterrupt:
-        run.stop()
-        print("saving and stopping; Ctrl-C again to stop now", flush=True)
         with suppress(KeyboardInterrupt):
+            run.stop()
+            print("saving and stopping; Ctrl-C again to stop now", flush=True)
             run.watch(jobs, show)
 
 

@@ -69,7 +69,14 @@ def _continue(
         top_k,
         torch.Generator().manual_seed(seed),
     )
-    return decode(kind, text[0].tolist())
+    return _printable(decode(kind, text[0].tolist()))
+
+
+def _printable(text: str) -> str:
+    """A young model writes any bytes, and a terminal would obey some of them."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
 
 
 def print_sample(run: Path) -> None:

@@ -87,6 +87,8 @@ def _run(config: Config) -> None:
     from asyncmesh.simulator.language_model import language_model_job
     from asyncmesh.simulator.run import run_job
 
+    if config.train.threads is not None:
+        torch.set_num_threads(config.train.threads)
     built = language_model_job(config)
     folder = RunFolder.new(config)
     parameters = sum(p.numel() for stage in built.job.stages for p in stage.parameters())

@@ -163,7 +163,7 @@ class Reporter:
             except UnreachableError as error:
                 _log.warning("%s; unheard for %.0f s", error, time.monotonic() - self._heard_s)
             except MeshError as error:
-                _log.error("the coordinator refuses reports: %s", error)
+                _log.error("the coordinator wants nothing more of this worker: %s", error)
                 self._enter("over")
                 return
             waiting = self._phase in (None, "gathering")

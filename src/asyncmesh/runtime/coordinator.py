@@ -124,9 +124,6 @@ class Coordinator:
                 return _refused(f"not understood: {error.errors()[0]['msg']}", 400)
             except AsyncMeshError as error:
                 return _refused(str(error), 409)
-            except OSError as error:  # the run's folder
-                self._fail(error)
-                return _refused(f"the coordinator cannot record: {error}", 500)
             return JSONResponse(reply.model_dump(mode="json"))
 
         return endpoint
@@ -156,7 +153,10 @@ class Coordinator:
 
     def _orders(self, report: Report) -> Orders:
         now_s = time.monotonic()
-        self._collector.take(self.roster.news(report))
+        try:
+            self._collector.take(self.roster.news(report))
+        except OSError as error:  # the run's folder: a disk that is full, for one
+            self._fail(error)
         self.roster.heard(report, now_s)
         phase = self.roster.phase_for(report)
         return Orders(phase=phase, now_s=now_s, started_s=self.roster.started_s)

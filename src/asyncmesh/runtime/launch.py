@@ -60,6 +60,7 @@ class ReplicaJob:
             ERRORS: self._errors.name,
             HOST_WORKERS: str(self.host_workers or count),
             "RUST_LOG": "warn",  # torchft's
+            "TORCH_CPP_LOG_LEVEL": "WARNING",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         }
         with (self.log_folder / f"replica-{self.replica}-torchrun.log").open("ab") as log:

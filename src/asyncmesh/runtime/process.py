@@ -105,12 +105,13 @@ class _Phases:
         self._is_set_up = False
         self._stopping = threading.Event()
         self._on_stop: Callable[[], None] = self._stopping.set
+        self._on_failure: Callable[[Exception], None] = lambda error: None
 
-    def call_on_stop(self, on_stop: Callable[[], None]) -> None:
-        """At once, if it has been said already."""
-        self._on_stop = on_stop
+    def tell(self, worker: MeshWorker) -> None:
+        """From now on, and what has been said already."""
+        self._on_stop, self._on_failure = worker.on_stop, worker.on_failure
         if self._stopping.is_set():
-            on_stop()
+            worker.on_stop()
 
     def enter(self, phase: Phase) -> None:
         if phase == "over" and not self._is_set_up:
@@ -119,6 +120,8 @@ class _Phases:
             leave_word("ended", _NEVER_BEGAN)
             logging.shutdown()
             os._exit(1)
+        if phase == "over":
+            self._on_failure(MeshError("the coordinator goes on without this worker"))
         if phase == "stopping":
             self._on_stop()
         if phase != "gathering":
@@ -248,7 +251,7 @@ class _Assembly:
         for edge in edges:
             sending, receiving = staging_for(self._device), staging_for(self._device)
             edge.start(sending, receiving, worker.on_frame, worker.on_failure)
-        phases.call_on_stop(worker.on_stop)
+        phases.tell(worker)
         self._reporter.state("training")
         here = (place.stage, place.replica)
         self._reporter.emit(

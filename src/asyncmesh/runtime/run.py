@@ -120,9 +120,9 @@ class MeshRun:
         states = {place.state for place in self.coordinator.roster.places.values()}
         if "diverged" in states:
             return "diverged"
-        if "finished" not in states:
-            return "failed"
-        return "interrupted" if self._stopped else "completed"
+        if self._stopped:
+            return "interrupted"
+        return "completed" if "finished" in states else "failed"
 
     def _name_the_checkpoint(self) -> None:
         for partial in self._weights.glob(".step-*.partial"):

@@ -112,7 +112,7 @@ class Replay:
     ) -> None:
         self._config, self._batches = config, batches
         self._offers: dict[tuple[int, int], dict[int, Tensor]] = {}  # by (stage, round)
-        self._merged: Counter[tuple[int, int]] = Counter()
+        self._merges: Counter[tuple[int, int]] = Counter()  # of each round, yet to come
         self.compared: list[Compared] = []
         self.workers = {
             (stage, replica): _ReplayedWorker(
@@ -126,6 +126,8 @@ class Replay:
                 self.workers[event.stage, event.replica].threads = event.threads
             elif isinstance(event, _RECORDED):
                 self.workers[event.stage, event.replica].record.append(event)
+                if isinstance(event, Merge):
+                    self._merges[event.stage, event.round] += 1
         self._meaning: dict[type, Callable[[_ReplayedWorker, Any], bool]] = {
             RunForward: self._run_forward,
             RunBackward: self._run_backward,
@@ -327,9 +329,9 @@ class Replay:
         worker.record.popleft()
         worker.engine.merge(action.round, mean_in_order(offers), action.update)
         round_ = (worker.stage, action.round)
-        self._merged[round_] += 1
-        if self._merged[round_] == len(recorded.contributors):
-            del self._offers[round_], self._merged[round_]
+        self._merges[round_] -= 1
+        if not self._merges[round_]:
+            del self._offers[round_]
         return True
 
     def _offers_of(self, worker: _ReplayedWorker, merge: Merge) -> list[Tensor] | None:
