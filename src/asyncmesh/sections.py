@@ -74,7 +74,11 @@ class PipelineConfig(Section):
     order: Literal["strict", "eager"] = Field(
         "strict", description="strict is reproducible; eager follows arrivals, for jittery links"
     )
-    wire_dtype: WireDtype = Field("auto", description="of activations and gradients between stages")
+    wire_dtype: WireDtype = Field(
+        "auto",
+        description="of activations and gradients between stages; auto: what they are, and"
+        " bfloat16 from a GPU of a real mesh",
+    )
 
 
 class AveragingConfig(Section):

@@ -3,26 +3,27 @@
 Owns what a comparison consists of (cases × grid × seeds) and the running of it. What is equal is
 equal by construction: all cases start from the same settings, so model, initial weights, data order
 and number of tokens only differ where a case says so. A grid gives every case its own best setting
-from common choices. Invariant: a finished run whose configuration is unchanged is not run again, so
-a comparison that was interrupted goes on where it was.
+from common choices. Invariant: every run is checked before the first one begins.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import product
-from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from asyncmesh.cli.compare_runs import (
+    RunTask,
+    default_jobs,
+    run_on_real_meshes,
+    run_on_virtual_meshes,
+)
 from asyncmesh.cli.settings import (
     PASS_SETTINGS_ON,
     Preset,
@@ -32,7 +33,6 @@ from asyncmesh.cli.settings import (
     read,
     the_file,
 )
-from asyncmesh.config import Config
 from asyncmesh.configuration import (
     Layers,
     Nested,
@@ -67,17 +67,6 @@ class Plan:
         ]
 
 
-@dataclass(frozen=True)
-class RunTask:
-    """One run of a comparison."""
-
-    case: str
-    point: int
-    seed: int
-    config: Config
-    folder: Path
-
-
 def compare(
     settings: Settings = None,
     preset: Preset = None,
@@ -100,6 +89,9 @@ def compare(
     only: Annotated[str | None, typer.Option(help="Run cases whose name has this in it.")] = None,
     output: Annotated[Path | None, typer.Option(help="Default: comparisons/NAME.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time.")] = None,
+    real: Annotated[
+        bool, typer.Option("--real", help="On a real mesh of processes, one run at a time.")
+    ] = False,
     show_config: PrintConfig = False,
 ) -> None:
     """Run several methods on the same work; writes a table and a plot."""
@@ -113,7 +105,10 @@ def compare(
     plan = _plan(given, case or [], over or [], grid or [], seeds, baseline, only)
     folder = output or Path("comparisons") / (path.stem if path else preset or "compare")
     tasks = list(_tasks(plan, layers, folder))
-    summaries = _run_all(tasks, jobs or _default_jobs(tasks[0].config))
+    if real:
+        summaries = run_on_real_meshes(tasks)
+    else:
+        summaries = run_on_virtual_meshes(tasks, jobs or default_jobs(tasks[0].config))
     return _present(plan, summaries, folder)
 
 
@@ -273,69 +268,6 @@ def _tasks(plan: Plan, layers: Layers, folder: Path) -> Iterator[RunTask]:
                     chosen = "_".join(f"{k.rpartition('.')[2]}-{v}" for k, v in point.items())
                     run = run.with_name(f"{chosen}_seed-{seed}")
                 yield RunTask(name, number, seed, mine.config(), run)
-
-
-def _default_jobs(config: Config) -> int:
-    """One run a core, or one at a time on a GPU."""
-    from asyncmesh.device import choose_device
-
-    return 1 if choose_device(config).type == "cuda" else os.cpu_count() or 1
-
-
-def _run_all(tasks: Sequence[RunTask], jobs: int) -> dict[tuple[str, int, int], dict[str, Any]]:
-    """The summaries by (case, grid point, seed). Small models gain most from one core a run."""
-    summaries = {}
-    threads = max(1, (os.cpu_count() or 1) // jobs)
-    # An executor notices when a process is killed (out of memory, say); a Pool would wait for ever.
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        pending = {pool.submit(run_task, task, threads): task for task in tasks}
-        try:
-            for done, future in enumerate(as_completed(pending), 1):
-                task, summary = pending[future], future.result()
-                summaries[task.case, task.point, task.seed] = summary
-                loss = summary["final_val_loss"]
-                shown = summary["status"] if loss is None else f"validation loss {loss:.4f}"
-                print(f"{done}/{len(tasks)} {task.folder}: {shown}", flush=True)
-        except BaseException:  # Ctrl-C above all: nothing may go on after it
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in active_children():
-                process.terminate()
-            raise
-    return summaries
-
-
-def run_task(task: RunTask, threads: int) -> dict[str, Any]:
-    """One run, in a process of its own; a run that diverged is a result like any other."""
-    import torch
-
-    from asyncmesh.observe.folder import RunFolder, read_summary
-    from asyncmesh.simulator.language_model import language_model_job
-    from asyncmesh.simulator.run import run_job
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    if _is_up_to_date(task):
-        return read_summary(task.folder)
-    torch.set_num_threads(task.config.train.threads or threads)
-    job = language_model_job(task.config).job
-    folder = RunFolder(task.folder, task.config, keep_events=False)
-    result = run_job(job, folder)
-    folder.finish(result.summary)
-    return read_summary(task.folder)
-
-
-def _is_up_to_date(task: RunTask) -> bool:
-    """As `make` sees it: finished with this very configuration, after its data last changed."""
-    from asyncmesh.configuration import to_toml
-    from asyncmesh.data.sources import modified_s
-    from asyncmesh.observe.folder import read_summary
-
-    made, summary = task.folder / "config.toml", task.folder / "summary.json"
-    if not summary.is_file() or made.read_text(encoding="utf-8") != to_toml(task.config):
-        return False
-    data, finished_s = task.config.data, summary.stat().st_mtime
-    if max(modified_s(name) for name in (data.source, data.validation) if name) > finished_s:
-        return False
-    return bool(read_summary(task.folder)["status"] != "interrupted")
 
 
 def _present(

@@ -14,9 +14,8 @@ import typer
 from asyncmesh.cli import compare, inspection, mesh, results, running
 from asyncmesh.errors import AsyncMeshError
 
-# Libraries below are loaded later and read these then. They talk to the console of a person who
-# cannot do anything about what they say; the workers' logs have it all.
-os.environ.setdefault("RUST_LOG", "error")  # torchft
+# PyTorch is loaded later and reads it then: its warnings are for the logs, not for the console of a
+# person who cannot do anything about them.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 app = typer.Typer(

@@ -45,7 +45,7 @@ def train(
     config = layers.config().on_a_real_mesh()
     if show_config:
         return print_config(layers, config)
-    summary, folder = run_mesh(config, LOOPBACK, 0, here=True)
+    summary, folder = run_mesh(config)
     return _present(summary, folder, sample=True)
 
 
@@ -138,9 +138,18 @@ def started(jobs: Sequence[ReplicaJob]) -> Iterator[None]:
 
 
 def run_mesh(
-    config: Config, address: str, port: int, here: bool, patience_s: float = math.inf
+    config: Config,
+    address: str = LOOPBACK,
+    port: int = 0,
+    *,
+    here: bool = True,
+    patience_s: float = math.inf,
+    folder: Path | None = None,
 ) -> tuple[dict[str, Any], Path]:
-    """A whole run; answers its summary and folder. `here`: all workers run on this machine."""
+    """A whole run; answers its summary and folder. `here`: all workers run on this machine.
+
+    `folder`: where it is recorded; default: where the configuration says.
+    """
     from asyncmesh.cli.console import print_job
     from asyncmesh.cli.live import live_view
     from asyncmesh.data.sampler import open_data
@@ -151,7 +160,7 @@ def run_mesh(
     data = open_data(config)
     parameters = sum(coordinates(config.model, data.vocab, config.mesh.stages))
     mesh = config.mesh
-    with MeshRun(config, data, address, port) as run:
+    with MeshRun(config, data, address, port, folder) as run:
         print_job(config, parameters, data)
         if not here:
             print(f"asyncmesh join --coordinator {run.coordinator.address} --replica R")

@@ -74,7 +74,7 @@ def columns(rows: Sequence[Row], baseline: str | None) -> list[Column]:
         told("best validation loss", "best_val_loss", style.human_loss, is_loss=True),
         *grid,
         told("mean delay (updates)", "mean_delay_updates", "{:.2f}".format),
-        told("tokens per virtual second", "tokens_per_second", style.human_count),
+        told("tokens per second", "tokens_per_second", style.human_count),
         told("busy fraction", "busy_fraction", style.percent),
         told("data axis, per update and replica", "data_bytes_per_update", style.human_bytes),
         told("consensus distance", "consensus_distance", lambda d: f"{100 * d:.2g}%"),
@@ -198,7 +198,9 @@ def write_comparison(
 ) -> None:
     """table.md, comparison.json, comparison.png and comparison.svg."""
     folder.mkdir(parents=True, exist_ok=True)
-    notes = "Losses are validation losses in nats per token; tokens per second are in virtual time."
+    notes = "Losses are validation losses in nats per token"
+    is_virtual = any(run.get("clock") != "real" for case in cases for run in case.runs)
+    notes += "; tokens per second are in virtual time." if is_virtual else "."
     if any(len(case.runs) > 1 for case in cases):
         notes += " Every figure is the mean over the seeds, ± half their range."
     text = (

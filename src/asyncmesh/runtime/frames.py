@@ -50,7 +50,7 @@ class Kind(IntEnum):
 class Frame:
     """`number`: the microbatch, or the validation batch. `last_update`: after which the replica
     ends, as its first stage sees it. `sent_s`: mesh time. `dtype`: of the payload at its sender,
-    which the receiver converts it back to.
+    which the receiver converts it back to. `size`: bytes on the wire, for the receiver.
     """
 
     kind: Kind
@@ -59,6 +59,7 @@ class Frame:
     sent_s: float
     payload: Tensor | None
     dtype: torch.dtype = torch.float32
+    size: int = 0
 
 
 def pack(frame: Frame, message: Tensor, wire: torch.dtype | None = None) -> Tensor:
@@ -103,11 +104,11 @@ def unpack(message: Tensor) -> Frame:
     )
     if magic != _MAGIC or kind not in Kind._value2member_map_ or max(sent, dtype) >= len(_DTYPES):
         raise WireError("what arrived on a pipeline edge is no frame of this version of asyncmesh")
-    payload = None
+    payload, end = None, HEADER_BYTES
     if dimensions != _NOTHING:
         shape = sizes[:dimensions]
         end = HEADER_BYTES + math.prod(shape) * _DTYPES[sent].itemsize
         if dimensions > _MOST_DIMENSIONS or min(shape, default=0) < 0 or end > message.numel():
             raise WireError(f"a frame announces a tensor of shape {shape}, which it cannot hold")
         payload = message[HEADER_BYTES:end].view(_DTYPES[sent]).view(shape)
-    return Frame(Kind(kind), number, last_update, sent_s, payload, _DTYPES[dtype])
+    return Frame(Kind(kind), number, last_update, sent_s, payload, _DTYPES[dtype], end)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 
+from asyncmesh import __version__
 from asyncmesh.config import Config
 from asyncmesh.configuration import resolved
 from asyncmesh.errors import MeshError
@@ -238,4 +239,4 @@ def explain_missing(missing: list[tuple[int, int]]) -> str:
 
 def versions_here() -> dict[str, str]:
     """Of the packages that must be the same on all hosts."""
-    return {package: version(package) for package in _SAME_EVERYWHERE}
+    return {"asyncmesh": __version__, "torch": version("torch"), "torchft": version("torchft")}

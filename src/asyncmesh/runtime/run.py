@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from asyncmesh.config import Config
@@ -32,14 +33,21 @@ _TICK_S = 0.25  # between two looks at the launched processes
 class MeshRun:
     """A context manager: the coordinator and the run's record."""
 
-    def __init__(self, config: Config, data: Dataset, address: str, port: int = 0) -> None:
+    def __init__(
+        self,
+        config: Config,
+        data: Dataset,
+        address: str,
+        port: int = 0,
+        folder: Path | None = None,
+    ) -> None:
         self.config = config
         self._summary, self.live = SummaryBuilder(config), Live(config)
         validates = bool(data.validation) and not config.compute.emulated
         self._collector = Collector(self._emit, config.mesh.stages, validates, self._tokens)
         # An address that is taken is found out before a folder is made.
         self.coordinator = Coordinator(config, address, port)
-        self._folder = RunFolder.new(config)
+        self._folder = RunFolder.new(config) if folder is None else RunFolder(folder, config)
         self.path = self._folder.path
         self._weights = self.path / "checkpoints"
         self._opened_s = time.monotonic()

@@ -60,7 +60,7 @@ from asyncmesh.protocol.worker import Worker
 from asyncmesh.runtime.control import Deferred
 from asyncmesh.runtime.edges import Edge
 from asyncmesh.runtime.emulated import EmulatedEngine
-from asyncmesh.runtime.frames import Frame, Kind, frame_bytes
+from asyncmesh.runtime.frames import Frame, Kind
 from asyncmesh.runtime.messages import FINAL
 from asyncmesh.runtime.rounds import Mean, Offer, Rounds
 from asyncmesh.runtime.staging import Staging
@@ -221,8 +221,6 @@ class MeshWorker:
         forward = frame.kind is Kind.ACTIVATION
         sender = self.stage - 1 if forward else self.stage + 1
         what = "activation" if forward else "gradient"
-        wire = wire_dtype(self.config.pipeline.wire_dtype, frame.dtype)
-        size = frame_bytes(frame.payload, wire)
         self._around.emit(
             Message(
                 frame.sent_s,
@@ -232,7 +230,7 @@ class MeshWorker:
                 "pipeline",
                 what,
                 frame.number,
-                size,
+                frame.size,
             )
         )
 
@@ -361,7 +359,9 @@ class MeshWorker:
         dtype = payload.dtype if payload is not None else torch.float32
         wire = None
         if payload is not None and payload.is_floating_point():
-            wire = wire_dtype(self.config.pipeline.wire_dtype, dtype)
+            setting = self.config.pipeline.wire_dtype
+            narrow = setting == "auto" and payload.is_cuda  # a GPU outruns its network
+            wire = wire_dtype("bfloat16" if narrow else setting, dtype)
         last = self._machine.last_update
         frame = Frame(kind, microbatch, last, self._clock(), payload, dtype)
         edge.send(frame, wire, self._around.staging.ready())
