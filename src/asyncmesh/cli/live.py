@@ -70,7 +70,7 @@ class PlainView(View):
         self._say_who_went_and_came()
         if self.roster.phase == "gathering":
             self._say_who_is_missing()
-        elif self._awaited is not None:
+        elif self._awaited is not None and self.live.workers:
             self._awaited = None
             print("training begins", flush=True)
         updates, live = self.config.train.updates, self.live

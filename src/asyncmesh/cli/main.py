@@ -11,7 +11,7 @@ import sys
 
 import typer
 
-from asyncmesh.cli import compare, inspection, mesh, results, running
+from asyncmesh.cli import compare, inspection, mesh, results, running, wireguard
 from asyncmesh.errors import AsyncMeshError
 
 # PyTorch is loaded later and reads it then: its warnings are for the logs, not for the console of a
@@ -29,6 +29,7 @@ app = typer.Typer(
 mesh.add_to(app)
 running.add_to(app)
 compare.add_to(app)
+wireguard.add_to(app)
 app.add_typer(inspection.app, name="inspect")
 results.add_to(app)
 
@@ -63,7 +64,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _told(message: str, exit_code: int) -> int:
-    print(f"asyncmesh: {message}", file=sys.stderr)
+    print(f"asyncmesh: {' '.join(message.split())}", file=sys.stderr)
     return exit_code
 
 

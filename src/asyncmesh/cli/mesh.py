@@ -7,6 +7,7 @@ stops now. Invariant: when a command ends, none of the processes that it started
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -60,11 +61,14 @@ def coordinator(
     ] = 3600,
 ) -> None:
     """Coordinate a mesh over several machines; start `asyncmesh join` on each of them."""
+    from asyncmesh.runtime.network import check_bindable
+
     layers = read(settings, preset or "default")
     config = layers.config().on_a_real_mesh()
     if show_config:
         return print_config(layers, config)
-    if bind not in (LOOPBACK, "localhost", "::1"):
+    check_bindable(bind)
+    if bind not in (LOOPBACK, "localhost"):
         _say_what_is_exposed(bind)
     summary, folder = run_mesh(config, bind, port, here=False, patience_s=patience)
     return _present(summary, folder, sample=False)
@@ -93,6 +97,9 @@ def join(
     log_dir: Annotated[Path, typer.Option(help="Where the workers' logs go.")] = Path(
         "asyncmesh-logs"
     ),
+    patience: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for a coordinator that is not there yet.")
+    ] = 0,
 ) -> None:
     """Run stages of a replica on this host. Settings come from the coordinator.
 
@@ -104,7 +111,7 @@ def join(
     from asyncmesh.runtime.place import ask_for_places
 
     own = read(settings, None).values
-    first, last = ask_for_places(coordinator, replica, stages, own)
+    first, last = ask_for_places(coordinator, replica, stages, own, patience)
     job = ReplicaJob(
         coordinator=coordinator,
         replica=replica,
@@ -116,9 +123,13 @@ def join(
     )
     print(f"stages {first} to {last} of replica {replica}; logs: {log_dir}", flush=True)
     with started([job]):
-        if job.wait():
-            with suppress(MeshError):  # the coordinator may be what it died of
-                Control(coordinator).lost(job.lost())
+        try:
+            code = job.wait()
+        finally:
+            if job.exit_code() != 0:
+                with suppress(MeshError):  # the coordinator may be what it died of
+                    Control(coordinator).lost(job.lost())
+        if code:
             raise MeshError(f"{job.reason()}; see {log_dir}")
     print("done")
 
@@ -128,9 +139,20 @@ def _as_toml(value: Any) -> str:
 
 
 @contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """Schedulers end a job with SIGTERM, and want of it what a person wants of Ctrl-C."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
 def started(jobs: Sequence[ReplicaJob]) -> Iterator[None]:
     """The jobs run within, and none of them after."""
     with ExitStack() as stack:
+        stack.enter_context(sigterm_as_ctrl_c())
         for job in jobs:
             stack.callback(job.close)
             job.start()

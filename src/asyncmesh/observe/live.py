@@ -31,7 +31,6 @@ class LiveWorker:
     """One worker's latest figures."""
 
     update: int = 0
-    microbatches: int = 0
     delay: float = 0.0  # of the last backwards, smoothed
     rounds: int = 0
     round_delay: float = 0.0
@@ -85,7 +84,6 @@ class Live:
         elif isinstance(event, Backward):
             worker.backwards.append(event.end_s)
             worker.span(event.start_s, event.end_s)
-            worker.microbatches = event.microbatch + 1
             worker.delay += (event.delay - worker.delay) / 8
         elif isinstance(event, Update):
             worker.span(event.start_s, event.end_s)

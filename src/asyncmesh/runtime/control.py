@@ -37,6 +37,7 @@ _log = logging.getLogger(__name__)
 _PERIOD_S = 0.5  # between two reports while training
 _GATHERING_S = 0.1  # while the others are waited for
 _TIMEOUT_S = 20.0
+_GIVE_UP_S = 600.0  # training goes on without a coordinator for so long
 _KEPT_EVENTS = 1_000_000  # while the coordinator is silent
 
 
@@ -115,6 +116,7 @@ class Reporter:
         self._sending = threading.Lock()
         self._wake = threading.Event()
         self._closing = False
+        self.replicas_alive = 0  # as the coordinator knows it
         self._offset_s = 0.0
         self._best_trip_s = float("inf")
         self._on_phase: Callable[[Phase], None] = lambda phase: None
@@ -161,7 +163,11 @@ class Reporter:
             try:
                 self._send()
             except UnreachableError as error:
-                _log.warning("%s; unheard for %.0f s", error, time.monotonic() - self._heard_s)
+                unheard_s = time.monotonic() - self._heard_s
+                _log.warning("%s; unheard for %.0f s", error, unheard_s)
+                if unheard_s > _GIVE_UP_S:
+                    self._enter("over")
+                    return
             except MeshError as error:
                 _log.error("the coordinator wants nothing more of this worker: %s", error)
                 self._enter("over")
@@ -183,6 +189,7 @@ class Reporter:
                 del self._distances[: counts[2]]
         self._heard_s = answered_s
         self._set_clock(orders, asked_s, answered_s)
+        self.replicas_alive = orders.replicas_alive
         self._enter(orders.phase)
 
     def _next_report(self) -> tuple[Report, tuple[int, int, int]]:

@@ -40,8 +40,8 @@ _PATIENCE_MS = 7 * 24 * 3600 * 1000  # a live one is waited for, however slow it
 class Coordinator:
     """All servers of a mesh, in threads of their own. It listens from its making on."""
 
-    def __init__(self, config: Config, address: str, port: int = 0) -> None:
-        self._config = config
+    def __init__(self, config: Config, data: str, address: str, port: int = 0) -> None:
+        self._config, self._data = config, data
         self.roster = Roster(config, versions_here())
         self.changed = threading.Condition()  # notified when something was reported
         self.failure: Exception | None = None
@@ -145,6 +145,7 @@ class Coordinator:
             evaluations=[lighthouse.address for lighthouse in self._evaluations],
             attempt=roster.attempts.get(hello.replica, 0),
             running=running,
+            data=self._data,
         )
 
     def _note_lost(self, lost: Lost) -> Taken:
@@ -159,7 +160,12 @@ class Coordinator:
             self._fail(error)
         self.roster.heard(report, now_s)
         phase = self.roster.phase_for(report)
-        return Orders(phase=phase, now_s=now_s, started_s=self.roster.started_s)
+        return Orders(
+            phase=phase,
+            replicas_alive=self.roster.replicas_alive(),
+            now_s=now_s,
+            started_s=self.roster.started_s,
+        )
 
     async def _put(self, request: Request) -> Response:
         """A stage's final weights (safetensors), into a file."""

@@ -46,7 +46,13 @@ class Edge:
         self._receivers_store = part_of(connect(), f"edge-{upstream}")
         self._rank, self._peer = stage - upstream, 1 - (stage - upstream)
         self.name = f"stage {upstream + self._peer}"
-        self._group = GlooGroup(self._store, self._rank, 2, address, _SILENCE)
+        try:
+            self._group = GlooGroup(self._store, self._rank, 2, address, _SILENCE)
+        except RuntimeError as error:
+            raise MeshError(
+                f"{self.name} cannot be reached from {address}: its host and this one must reach"
+                " each other on all TCP ports; check addresses, routes and firewalls"
+            ) from error
         self._queue: queue.SimpleQueue[
             tuple[Frame, torch.dtype | None, torch.cuda.Event | None]
         ] = queue.SimpleQueue()

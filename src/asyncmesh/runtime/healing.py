@@ -38,18 +38,18 @@ def give(meeting: Meeting, state: State, update: int) -> None:
     for rank, counted in enumerate(meeting.counts):
         if not counted:
             _log.info("replica %d gets the state after update %d", meeting.replicas[rank], update)
-            meeting.group.send(torch.tensor([content.numel()]), rank, _SIZE_TAG).wait()
-            meeting.group.send(content, rank, _CONTENT_TAG).wait()
+            meeting.group.send_all(torch.tensor([content.numel()]), rank, _SIZE_TAG)
+            meeting.group.send_all(content, rank, _CONTENT_TAG)
 
 
 def take(group: GlooGroup, source: int, most_bytes: int) -> tuple[State, int]:
     """The state and how many updates made it."""
     size = torch.zeros(1, dtype=torch.int64)
-    group.receive(size, source, _SIZE_TAG).wait()
+    group.receive_all(size, source, _SIZE_TAG)
     if not 0 < int(size) <= most_bytes + _HEADER_ROOM:
         raise WireError(f"a peer announces a state of {int(size)} bytes; at most {most_bytes} fit")
     content = torch.empty(int(size), dtype=torch.uint8)
-    group.receive(content, source, _CONTENT_TAG).wait()
+    group.receive_all(content, source, _CONTENT_TAG)
     try:
         state: State = load(content.numpy().tobytes())
     except SafetensorError as error:

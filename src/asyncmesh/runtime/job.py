@@ -24,7 +24,10 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.run import main as torchrun
 
+from asyncmesh.runtime.network import LOOPBACK
+
 BACKEND = "this-host"
+LAUNCHER = "ASYNCMESH_LAUNCHER"  # the process id of whoever starts this
 
 
 class ThisHost(RendezvousHandler):
@@ -47,7 +50,7 @@ class ThisHost(RendezvousHandler):
         self._round += 1
         store: Any = dist
         part = store.PrefixStore(f"round-{self._round}", self._store)
-        return RendezvousInfo(part, 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+        return RendezvousInfo(part, 0, 1, RendezvousStoreInfo(LOOPBACK, 0))
 
     def is_closed(self) -> bool:
         return False
@@ -66,11 +69,12 @@ class ThisHost(RendezvousHandler):
 
 
 def main() -> None:
+    launcher = os.environ.get(LAUNCHER)
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
-        if os.getppid() == 1:
-            sys.exit(1)
+    if launcher is not None and os.getppid() != int(launcher):
+        sys.exit(1)  # it was gone before it could be watched
     rendezvous_handler_registry.register(BACKEND, ThisHost)
     torchrun()
 

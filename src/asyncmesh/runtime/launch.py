@@ -16,7 +16,7 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncmesh.runtime.job import BACKEND
+from asyncmesh.runtime.job import BACKEND, LAUNCHER
 from asyncmesh.runtime.messages import Lost
 from asyncmesh.runtime.process import ERRORS, HOST_WORKERS
 
@@ -58,6 +58,7 @@ class ReplicaJob:
         environment = {
             **os.environ,
             ERRORS: self._errors.name,
+            LAUNCHER: str(os.getpid()),
             HOST_WORKERS: str(self.host_workers or count),
             "RUST_LOG": "warn",  # torchft's
             "TORCH_CPP_LOG_LEVEL": "WARNING",

@@ -27,8 +27,7 @@ _log = logging.getLogger(__name__)
 _CONNECT = timedelta(seconds=20)
 _HEARTBEAT = timedelta(milliseconds=500)
 _PATIENCE = timedelta(days=7)  # for a slow replica; a dead one is noticed by its heartbeats
-_BEGIN_S = 30.0
-_SILENCE = timedelta(seconds=60)  # of a member within an exchange
+_GROUP = timedelta(seconds=10)  # for the members of a quorum, who are all there, to connect
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class Membership:
                     rank,
                     len(replicas),
                     self._address,
-                    _SILENCE,
+                    _GROUP,
                 )
         counts = [True] * len(replicas)
         if result.max_world_size < len(replicas) and self._group is not None:
@@ -100,16 +99,22 @@ class Membership:
             counts = [int(one) == result.max_step for one in numbers]
         return Meeting(replicas, self._group, result.max_step, counts)
 
-    def meet_all(self, count: int) -> None:
-        """Before the run begins: until so many have come. A lighthouse hears of a replica with its
-        first heartbeat, so a first meeting may still be without some.
+    def meet_all(self, alive: Callable[[], int]) -> None:
+        """Before the run begins: until all that are alive have come.
+
+        A lighthouse hears of a replica with its first heartbeat, so a first meeting may be without
+        some.
         """
-        deadline_s = time.monotonic() + _BEGIN_S
-        while len(self.meet(0).replicas) < count:
-            if time.monotonic() > deadline_s:
-                _log.warning("begins without all %d replicas of this stage", count)
-                return
+        while not self._have_met(alive()):
             time.sleep(_HEARTBEAT.total_seconds() / 10)
+
+    def _have_met(self, count: int) -> bool:
+        try:
+            return len(self.meet(0).replicas) >= count
+        except RuntimeError as error:
+            _log.warning("a replica was lost while all were meeting: %s", error)
+            self.failed()
+            return False
 
     def failed(self) -> None:
         """An operation of the group failed: the next meeting makes a new one."""

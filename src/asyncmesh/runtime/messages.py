@@ -46,6 +46,7 @@ class Welcome(Message):
     evaluations: list[str]
     attempt: int  # of this replica: tells its process groups from those of an earlier attempt
     running: bool  # the mesh trains already: the worker comes late
+    data: str  # a digest of the tokens, which must be the same on all hosts
 
 
 class ValidationPart(Message):
@@ -110,6 +111,7 @@ class Orders(Message):
     """The answer to a report. Times are the coordinator's monotonic clock, in seconds."""
 
     phase: Phase
+    replicas_alive: int
     now_s: float
     started_s: float | None
 

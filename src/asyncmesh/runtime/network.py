@@ -16,12 +16,28 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from asyncmesh.errors import MeshError
 
-c10d: Any = dist  # PyTorch's type stubs leave out what is used of it here
+# PyTorch's type stubs leave out what is used of it here.
+c10d: Any = dist
+options_of: Any = distributed_c10d
 
 LOOPBACK = "127.0.0.1"
+_LEAST_PATIENCE_S = 20.0
+_SLOWEST_BYTES_PER_S = 50_000  # a link that is slower than this is no link
+
+
+def check_bindable(address: str) -> None:
+    """One IPv4 address, because it is also what the others are told."""
+    if ":" in address:
+        raise MeshError(f"--bind {address}: IPv6 is not supported yet; give an IPv4 address")
+    if address in ("0.0.0.0", ""):
+        raise MeshError(
+            f"--bind {address}: must be one address of this host, because the others are told to"
+            " use it; choose one that `ip address` shows"
+        )
 
 
 def listen(address: str, port: int, what: str) -> socket.socket:
@@ -102,6 +118,11 @@ def part_of(store: Store, name: str) -> Store:
     return part
 
 
+def patience(bytes_moved: int) -> timedelta:
+    """How long so much may take before a peer is taken for gone."""
+    return timedelta(seconds=_LEAST_PATIENCE_S + bytes_moved / _SLOWEST_BYTES_PER_S)
+
+
 class GlooGroup:
     """A few processes that can send to each other, bound to one address of this host.
 
@@ -117,6 +138,13 @@ class GlooGroup:
         self.rank, self.size = rank, size
         self._group = c10d.ProcessGroupGloo(store, rank, size, options)
 
+    def send_all(self, message: Tensor, to: int, tag: int) -> None:
+        """Send it and wait for as long as a slow link may take."""
+        self.send(message, to, tag).wait(patience(message.nbytes))
+
+    def receive_all(self, message: Tensor, sender: int, tag: int) -> None:
+        self.receive(message, sender, tag).wait(patience(message.nbytes))
+
     def send(self, message: Tensor, to: int, tag: int) -> dist.Work:
         work: dist.Work = self._group.send([message], to, tag)
         return work
@@ -128,11 +156,15 @@ class GlooGroup:
     def gather(self, mine: Tensor) -> list[Tensor]:
         """Everybody's tensor, in order of rank. All must have the same shape."""
         everybodys = [torch.empty_like(mine) for _ in range(self.size)]
-        self._group.allgather([everybodys], [mine]).wait()
+        options = options_of.AllgatherOptions()
+        options.timeout = patience(mine.nbytes * self.size)
+        self._group.allgather([everybodys], [mine], options).wait()
         return everybodys
 
     def exchange(self, mine: Tensor) -> Tensor:
         """Row i goes to rank i; answers the rows that came, in order of rank."""
         came = torch.empty_like(mine)
-        self._group.alltoall_base(came, mine, [], []).wait()
+        options = options_of.AllToAllOptions()
+        options.timeout = patience(mine.nbytes)
+        self._group.alltoall_base(came, mine, [], [], options).wait()
         return came

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from dataclasses import dataclass
 from typing import Any
 
 from asyncmesh.config import Config
 from asyncmesh.configuration import flattened, nested
 from asyncmesh.errors import MeshError
-from asyncmesh.runtime.control import Control
+from asyncmesh.runtime.control import Control, UnreachableError
 from asyncmesh.runtime.messages import ALL_STAGES, Hello, Welcome
 from asyncmesh.runtime.network import own_address_towards, split_address
 from asyncmesh.runtime.roster import versions_here
+
+_BETWEEN_TRIES_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,16 @@ def hello_of(place: Place) -> Hello:
 
 
 def ask_for_places(
-    coordinator: str, replica: int, stages: str | None, settings: dict[str, Any]
+    coordinator: str,
+    replica: int,
+    stages: str | None,
+    settings: dict[str, Any],
+    patience_s: float,
 ) -> tuple[int, int]:
     """Whether this host would be welcome with those stages (default: all); which they are.
 
-    Raises `MeshError` with the coordinator's reason. The places are taken by the workers.
+    Raises `MeshError` with the coordinator's reason. The places are taken by the workers. A
+    coordinator that is not there yet is waited for.
     """
     split_address(coordinator, "--coordinator")
     control = Control(coordinator)
@@ -65,7 +73,15 @@ def ask_for_places(
         versions=versions_here(),
         settings=settings,
     )
-    welcome = control.hello(question)
+    deadline_s = time.monotonic() + patience_s
+    while True:
+        try:
+            welcome = control.hello(question)
+            break
+        except UnreachableError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(_BETWEEN_TRIES_S)
     control.close()
     if stages is None:
         last = config_of(welcome, {}).mesh.stages - 1
@@ -96,7 +112,7 @@ def parse_place(
         )
     return Place(
         coordinator=coordinator,
-        job=os.environ.get("TORCHELASTIC_RUN_ID", f"{socket.gethostname()}-{os.getpid()}"),
+        job=_job(),
         replica=replica,
         first=first,
         last=last,
@@ -104,6 +120,12 @@ def parse_place(
         address=address or own_address_towards(host, port),
         settings=flattened(settings),
     )
+
+
+def _job() -> str:
+    """torchrun's id of the run; without --standalone or --rdzv-id it is "none" on every host."""
+    given = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return given if given != "none" else f"{socket.gethostname()}-{os.getppid()}"
 
 
 def parse_stages(text: str) -> tuple[int, int]:

@@ -140,6 +140,12 @@ class _Assembly:
         self._device = torch.device("cpu") if config.compute.emulated else _device(config, place)
         torch.set_num_threads(_threads(config))
         data = open_data(config)
+        if data.digest() != welcome.data:
+            raise MeshError(
+                f'data.source = "{config.data.source}" on this host holds other data than at the'
+                " coordinator; copy the coordinator's file here (builtin is a text of Python's, and"
+                " needs the same version of Python on all hosts)"
+            )
         self._engine = _engine(config, place, data, self._device)
         self.worker = MeshWorker(config, place.stage, place.replica, self._engine, data.batches)
         self._welcome = welcome
@@ -216,7 +222,7 @@ class _Assembly:
             return self._catch_up()
         for membership in (self._rounds, self._evaluations):
             if membership is not None:
-                membership.meet_all(self._config.mesh.replicas)
+                membership.meet_all(lambda: self._reporter.replicas_alive)
         return 0
 
     def _catch_up(self) -> int:
@@ -313,17 +319,25 @@ def _threads(config: Config) -> int:
     if config.train.threads is not None:
         return config.train.threads
     workers = int(os.environ.get(HOST_WORKERS, os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return max(1, (os.cpu_count() or 1) // workers)
+    return max(1, cores_here() // workers)
+
+
+def cores_here() -> int:
+    """Cores that this process may use: a scheduler may have given it some of the host's."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 # -- the process ---------------------------------------------------------------------------------
 def _die_with_the_parent() -> None:
     """A worker whose launcher was killed would go on for ever with nobody to stop it."""
+    parent = os.getppid()
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-        if os.getppid() == 1:
-            os._exit(1)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _log_to(path: Path) -> None:

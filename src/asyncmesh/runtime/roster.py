@@ -188,6 +188,8 @@ class Roster:
         """What a worker is answered. One that comes late gathers while the others train."""
         self._place(report).knows_it_is_over = self.phase == "over"
         mine = [place for place in self.places if place[1] == report.replica]
+        if any(self.places[place].state == "failed" for place in mine):
+            return "over"  # a pipeline without one of its stages has nothing left to do
         if self.phase == "running" and not self._is_ready(mine, self._config.mesh.stages):
             return "gathering"
         return self.phase

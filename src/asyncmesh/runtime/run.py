@@ -46,7 +46,7 @@ class MeshRun:
         validates = bool(data.validation) and not config.compute.emulated
         self._collector = Collector(self._emit, config.mesh.stages, validates, self._tokens)
         # An address that is taken is found out before a folder is made.
-        self.coordinator = Coordinator(config, address, port)
+        self.coordinator = Coordinator(config, data.digest(), address, port)
         self._folder = RunFolder.new(config) if folder is None else RunFolder(folder, config)
         self.path = self._folder.path
         self._weights = self.path / "checkpoints"
