@@ -195,12 +195,7 @@ def test_a_lost_replica_is_told_of_and_left_behind(tmp_path: Path) -> None:
     settings = [*TINY, "--train.updates=400", "--train.eval_every=400"]
     with started(command("train", *settings, f"--output_dir={tmp_path}/run"), tmp_path) as process:
         wait_for_line(process, "training begins")
-        victims = [
-            number
-            for number, arguments in processes_of(tmp_path).items()
-            if "--replica=1" in arguments and "asyncmesh.runtime.job" not in arguments
-        ]
-        os.kill(victims[0], signal.SIGKILL)
+        os.kill(a_worker_of(tmp_path, "--replica=1"), signal.SIGKILL)
         said = process.communicate(timeout=100)[0]
     assert process.returncode == 0, said
     assert re.search(r"lost: stage \d of replica 1", said)
@@ -208,6 +203,17 @@ def test_a_lost_replica_is_told_of_and_left_behind(tmp_path: Path) -> None:
     assert (summary["status"], summary["replicas_lost"]) == ("completed", [1])
     assert summary["updates"] == 400
     assert summary["final_val_loss"] is not None
+
+
+def a_worker_of(folder: Path, option: str) -> int:
+    """The process id of one worker (not of torchrun, nor of what started it)."""
+    return next(
+        number
+        for number, arguments in processes_of(folder).items()
+        if "asyncmesh.worker" in arguments
+        and option in arguments
+        and "asyncmesh.runtime.job" not in arguments
+    )
 
 
 def test_a_full_disk_ends_the_run_in_one_line(tmp_path: Path) -> None:
@@ -293,7 +299,8 @@ def test_a_replica_that_comes_back_gets_its_weights_from_a_peer(tmp_path: Path) 
         with started([*join, "--replica=0", f"--log-dir={tmp_path}/a"], tmp_path) as stays:
             with started([*join, "--replica=1", f"--log-dir={tmp_path}/b"], tmp_path) as lost:
                 wait_for_line(coordinator, "training begins")
-                lost.kill()
+                os.kill(a_worker_of(tmp_path, "--replica=1"), signal.SIGKILL)
+                assert lost.wait(timeout=30) == 2
             wait_for_line(coordinator, "lost: ")
             with started([*join, "--replica=1", f"--log-dir={tmp_path}/c"], tmp_path) as back:
                 wait_for_line(coordinator, "back: ")

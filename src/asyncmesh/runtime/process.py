@@ -199,19 +199,22 @@ class _Assembly:
         )
 
     def _start(
-        self, membership: Membership | None, on_mean: Callable[[Mean], None], may_miss: bool
+        self,
+        membership: Membership | None,
+        on_mean: Callable[[Mean], None],
+        alive: Callable[[], int] | None = None,
     ) -> Rounds | None:
         if membership is None:
             return None
-        state = None if may_miss or self._config.compute.emulated else self.worker.state_after
+        has_state = alive is None and not self._config.compute.emulated
         rounds = Rounds(
             membership,
             staging_for(self._device),
             self._reporter.clock,
             on_mean,
             self.worker.on_failure,
-            may_miss,
-            state,
+            alive,
+            self.worker.state_after if has_state else None,
         )
         rounds.start()
         return rounds
@@ -247,8 +250,12 @@ class _Assembly:
         surroundings = Surroundings(
             upstream=self._upstream,
             downstream=self._downstream,
-            rounds=self._start(self._rounds, worker.on_mean, False),
-            evaluations=self._start(self._evaluations, worker.on_evaluation_mean, True),
+            rounds=self._start(self._rounds, worker.on_mean),
+            evaluations=self._start(
+                self._evaluations,
+                worker.on_evaluation_mean,
+                lambda: self._reporter.replicas_alive,
+            ),
             staging=staging_for(self._device),
             stopwatch=stopwatch_for(self._device, self._reporter.clock),
             emit=self._reporter.emit,

@@ -26,6 +26,7 @@ from asyncmesh.runtime.staging import Staging
 _log = logging.getLogger(__name__)
 # A thread that waits for other replicas cannot be called back; it ends with the process.
 _RETURN_S = 0.2
+_AGAIN_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,9 @@ class Mean:
 class Rounds:
     """The thread.
 
-    `may_miss`: an offer that the others have left behind is dropped quietly. `state` answers this
-    worker's state, with its updates, once the mean of a number is merged into it.
+    With `alive` (how many replicas there are) no offer is averaged without all of them, and one
+    that the others have left behind is dropped. Without it who is late is left behind, and `state`
+    answers this worker's state, with its updates, once the mean of a number is merged into it.
     """
 
     def __init__(
@@ -61,11 +63,11 @@ class Rounds:
         clock: Callable[[], float],
         on_mean: Callable[[Mean], None],
         fail: Callable[[Exception], None],
-        may_miss: bool = False,
+        alive: Callable[[], int] | None = None,
         state: Callable[[int], tuple[State, int]] | None = None,
     ) -> None:
         self._membership, self._staging, self._clock = membership, staging, clock
-        self._on_mean, self._fail, self._may_miss = on_mean, fail, may_miss
+        self._on_mean, self._fail, self._alive = on_mean, fail, alive
         self._state = state
         self._queue: queue.SimpleQueue[Offer | None] = queue.SimpleQueue()
         self._closing = threading.Event()
@@ -108,8 +110,8 @@ class Rounds:
                 meeting = self._membership.meet(offer.number)
                 if meeting.number > offer.number:
                     return self._missed(offer, meeting)
-                if self._may_miss and not all(meeting.counts):
-                    continue  # someone has yet to find out that this is not for them
+                if self._alive is not None and not self._is_complete(meeting, self._alive()):
+                    continue
                 with self._exchanging:
                     mean, sent = mean_over(meeting.group, payload, meeting.counts)
             except RuntimeError as error:
@@ -133,6 +135,15 @@ class Rounds:
             )
             return self._help_who_is_behind(meeting)
 
+    def _is_complete(self, meeting: Meeting, alive: int) -> bool:
+        """Whether all are there. A lighthouse does not wait for one who was not there before, and
+        who is behind has yet to find out that this offer is not for them.
+        """
+        if len(meeting.replicas) < alive:
+            self._closing.wait(_AGAIN_S)
+            return False
+        return all(meeting.counts)
+
     def _help_who_is_behind(self, meeting: Meeting) -> None:
         if self._state is None or not is_giver(meeting):
             return
@@ -144,7 +155,7 @@ class Rounds:
             self._membership.failed()
 
     def _missed(self, offer: Offer, meeting: Meeting) -> None:
-        if not self._may_miss:
+        if self._alive is None:
             raise MeshError(
                 f"the other replicas have averaged up to round {meeting.number} without this one,"
                 f" which is at round {offer.number}; start it again, and it gets their weights"

@@ -4,8 +4,9 @@ Owns one worker's part of it. After every `train.eval_every` updates the replica
 copies of their weights in the background; with its stage's mean, each replica sends its share of
 the validation batches down its pipeline, without gradients, between two computations of the
 training. No machine ever holds the whole model, and nobody waits. At the end each replica also
-validates its own weights. Invariant: what is validated is the mean of weights after the same
-update, in the order of the replicas, as in the simulator.
+validates its own weights. Invariants: what is validated is the mean of weights after the same
+update, in the order of the replicas, as in the simulator; the first stage alone decides which
+batches a replica sees, and says with each how many they are.
 """
 
 from __future__ import annotations
@@ -28,10 +29,9 @@ _BATCHES = 2**20  # a frame's number is (validation · _BATCHES + batch)
 
 @dataclass
 class _Weights:
-    """What is validated, and which batches of it this replica has yet to see."""
+    """What is validated, and what has come of it."""
 
     flat: Tensor
-    batches: int
     loss_sum: float = 0.0
     targets: int = 0
     done: int = 0
@@ -39,9 +39,12 @@ class _Weights:
 
 @dataclass(frozen=True)
 class _Task:
+    """A batch to compute, one of `count`. Without `x` there is none: a share may be empty."""
+
     key: int  # (2 · update + own)
     batch: int
-    x: Tensor
+    count: int
+    x: Tensor | None
 
 
 class Validation:
@@ -96,20 +99,18 @@ class Validation:
             self._begin(2 * FINAL + 1, own, range(len(self._batches)))
 
     def _begin(self, key: int, flat: Tensor, share: range) -> None:
-        if not share:
-            return self._finish(key, _Weights(flat, 0))
-        self._weights[key] = _Weights(flat, len(share))
+        self._weights[key] = _Weights(flat)
         if self._is_first:
-            self._tasks += [_Task(key, batch, self._batches[batch][0]) for batch in share]
+            count = len(share)
+            tasks = [_Task(key, batch, count, self._batches[batch][0]) for batch in share]
+            self._tasks += tasks or [_Task(key, 0, 0, None)]
         self._tasks += [task for task in self._waiting if task.key == key]
         self._waiting = [task for task in self._waiting if task.key > key]
-        return None
 
     def frame_arrived(self, frame: Frame) -> None:
         """The stage before has computed a batch."""
-        assert frame.payload is not None  # a stage's output
         key, batch = divmod(frame.number, _BATCHES)
-        task = _Task(key, batch, frame.payload)
+        task = _Task(key, batch, frame.last_update, frame.payload)
         # Frames come in order, so nothing more will come for an earlier one: it was left out there.
         under_way = {other.key for other in self._tasks}
         for left_out in [k for k in self._weights if k < key and k not in under_way]:
@@ -123,18 +124,26 @@ class Validation:
         """Compute one batch."""
         task = self._tasks.popleft()
         weights = self._weights[task.key]
+        output = self._compute(task, weights) if task.x is not None else None
+        if not self._is_last:
+            number = task.key * _BATCHES + task.batch
+            dtype = output.dtype if output is not None else torch.float32
+            now_s = self._clock()
+            self._send(Frame(Kind.EVALUATION, number, task.count, now_s, output, dtype))
+        weights.done += task.x is not None
+        if weights.done == task.count:
+            del self._weights[task.key]
+            self._finish(task.key, weights)
+
+    def _compute(self, task: _Task, weights: _Weights) -> Tensor:
+        """The stage's output; on the last stage the loss, which is also added up."""
+        assert task.x is not None
         target = self._batches[task.batch][1] if self._is_last else None
         output = self._engine.program.evaluate(weights.flat, self._engine.constants, task.x, target)
         if target is not None:
             weights.loss_sum += float(output) * target.numel()
             weights.targets += target.numel()
-        else:
-            number = task.key * _BATCHES + task.batch
-            self._send(Frame(Kind.EVALUATION, number, 0, self._clock(), output, output.dtype))
-        weights.done += 1
-        if weights.done == weights.batches:
-            del self._weights[task.key]
-            self._finish(task.key, weights)
+        return output
 
     def _finish(self, key: int, weights: _Weights) -> None:
         if self._is_last and self._batches:
