@@ -34,7 +34,7 @@ from benchmarks.virtual_overhead import Batches, PlainLoop
 WARM_UP = 3
 # Two stages of this model cost the same to 1% (asyncmesh inspect stages).
 MODEL = [
-    *("--model.layers=8", "--model.width=256", "--model.heads=4", "--model.context=128"),
+    *("--model.layers=4", "--model.width=256", "--model.heads=4", "--model.context=128"),
     *("--pipeline.microbatch_size=8", "--pipeline.accumulation=4"),
     *("--train.device=cpu", "--train.eval_sequences=1", "--train.eval_every=100000"),
 ]
@@ -155,9 +155,9 @@ def _speed(
 
 
 MEASUREMENTS = {
-    "one": (measure_one, 20),
-    "two": (measure_two, 20),
-    "averaging": (measure_averaging, 30),
+    "one": (measure_one, 12),
+    "two": (measure_two, 12),
+    "averaging": (measure_averaging, 15),
     "emulated": (measure_emulated, 30),
     "gpu": (measure_gpu, 30),
 }

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from asyncmesh.version import VERSION
+
 if TYPE_CHECKING:
     from asyncmesh.config import Config as Config
     from asyncmesh.simulator.run import Result as Result
     from asyncmesh.simulator.run import simulate_modules as simulate_modules
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = ["Config", "Result", "simulate_modules"]
 
 _HOMES = {

@@ -353,3 +353,30 @@ def test_a_pipeline_may_cross_hosts(tmp_path: Path) -> None:
     assert summary_of(tmp_path / "run")["status"] == "completed"
     replayed = run("replay", f"{tmp_path}/run", folder=tmp_path)
     assert "bit-identical" in replayed.stdout, replayed.stderr
+
+
+# -- uneven machines ------------------------------------------------------------------------------
+def test_a_slow_replica_does_not_slow_another_one(tmp_path: Path) -> None:
+    """With emulated compute, so that the times are known: 12 ms an update, or four times that."""
+    emulated = [
+        *("--compute.emulated=true", "--compute.forward_ms=4", "--compute.backward_ms=8"),
+        *("--compute.update_ms=0", "--mesh.stages=1", "--pipeline.accumulation=1"),
+        *("--train.updates=150", "--compute.replica_slowdown=[1.0,4.0]"),
+    ]
+    done = run("train", *TINY, *emulated, f"--output_dir={tmp_path}/run", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    seconds = [update_seconds(tmp_path / "run", replica) for replica in (0, 1)]
+    assert seconds[0] < 1.5 * 150 * 0.012
+    assert seconds[1] > 150 * 0.048
+    rounds = summary_of(tmp_path / "run")["rounds"]
+    assert rounds["completed"] > 0
+    assert rounds["skipped"] > 0  # the fast one's, while the slow one had yet to come
+
+
+def update_seconds(run_folder: Path, replica: int) -> float:
+    """From the first forward of a replica to its last update."""
+    lines = (run_folder / "events" / f"stage-0-replica-{replica}.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    began = min(event["start_s"] for event in events if event["event"] == "forward")
+    ended = max(event["end_s"] for event in events if event["event"] == "update")
+    return float(ended - began)

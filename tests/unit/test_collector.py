@@ -146,10 +146,8 @@ def test_an_evaluation_comes_exactly_when_all_its_parts_are_there(
         validated.distance(), rel=1e-12, abs=1e-15
     )
     assert evaluation.replica_losses == ()
-    assert recorded.collector.last_update == 40
 
 
-@pytest.mark.xfail(raises=AssertionError, reason="no part of the own losses is taken for all")
 @settings(deadline=None)
 @example((1, 1), 1)
 @given(meshes, st.integers(0, 1000))
@@ -201,7 +199,6 @@ def test_the_update_of_the_last_evaluation_is_what_all_have_reached() -> None:
     recorded.take(*late, *validated.losses(), *validated.losses(own=True))
     (evaluation,) = recorded.evaluations()
     assert (evaluation.update, evaluation.tokens) == (70, tokens(70, 2))
-    assert recorded.collector.last_update == 70
 
 
 def test_a_mean_of_those_who_are_left_needs_no_part_of_one_who_was_lost() -> None:
@@ -279,7 +276,6 @@ def test_two_validations_that_are_under_way_at_once_both_come() -> None:
     assert distances == pytest.approx([one.distance(), other.distance()])
 
 
-@pytest.mark.xfail(reason="news() drops repeated events, but no repeated parts")
 def test_a_report_that_comes_again_makes_no_second_evaluation() -> None:
     """Its answer was lost, so a worker reports once more: all parts of a mesh of one worker."""
     validated = Validated.drawn(4, stages=1, replicas=1)
@@ -308,10 +304,7 @@ def test_events_pass_in_their_order_and_before_the_evaluation_of_their_report() 
     [
         *("", "{", "[]", "{}", '{"event": "forward"}', '{"event": "unheard of"}'),
         *('{"event": []}', '{"event": "merge", "contributors": 5}', '{"event": "loss", "x": 1}'),
-        *(
-            pytest.param(line, marks=pytest.mark.xfail(reason="no object: AttributeError"))
-            for line in ("1", "null", '"forward"')
-        ),
+        *("1", "null", '"forward"'),
     ],
 )
 def test_an_event_that_cannot_be_read_is_refused(line: str) -> None:

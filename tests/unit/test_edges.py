@@ -28,7 +28,7 @@ from asyncmesh.runtime.frames import HEADER_BYTES, Frame, Kind
 from asyncmesh.runtime.network import LOOPBACK, Store, connect_store, part_of, serve_store
 from asyncmesh.runtime.staging import Staging
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 20.0
 
 
 class End:
@@ -249,10 +249,12 @@ def test_a_slow_receiver_costs_its_sender_no_memory_beyond_the_queue(
 
 # -- neighbours that die ---------------------------------------------------------------------------
 def echo(address: str, name: str, upstream: int, stage: int) -> None:
-    """A neighbour's process: sends back all that comes."""
+    """A neighbour's process: sends back all that comes, until it is killed or its tests are."""
     end = End(connector(address, name), upstream, stage)
     end.start(on=end.send)
-    threading.Event().wait()
+    tests = multiprocessing.parent_process()
+    assert tests is not None
+    tests.join()
 
 
 @contextmanager

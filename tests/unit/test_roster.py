@@ -331,7 +331,6 @@ def test_a_place_that_nobody_has_cannot_be_lost() -> None:
     assert (roster.places, phase_of(roster)) == ({}, "gathering")
 
 
-@pytest.mark.xfail(reason="the last to be lost does not end a run that has not begun")
 def test_a_run_all_of_whose_workers_were_lost_before_it_began_is_over() -> None:
     roster = roster_of(replicas=1)
     roster.claim(hello(0), 0.0)
@@ -340,14 +339,23 @@ def test_a_run_all_of_whose_workers_were_lost_before_it_began_is_over() -> None:
     assert phase_of(roster) == "over"
 
 
-@pytest.mark.xfail(reason="a failed worker counts as one that is ready")
-def test_a_run_does_not_begin_while_a_place_is_held_by_one_who_failed() -> None:
+def test_a_run_begins_without_a_replica_that_was_lost_while_the_others_gathered() -> None:
     roster = roster_of()
     roster.claim(hello(0), 0.0)
     roster.claim(hello(1), 0.0)
-    lose(roster, (0, 1), reason="out of memory")
-    tell(roster, "ready", (0, 0), (1, 0), (1, 1))
+    tell(roster, "ready", (0, 0), (1, 1))
+    lose(roster, (0, 1), (1, 1), reason="out of memory")
     assert phase_of(roster) == "gathering"
+    tell(roster, "ready", (1, 0))
+    assert (phase_of(roster), roster.replicas_alive()) == ("running", 1)
+
+
+def test_the_other_stages_of_a_replica_that_lost_one_are_told_that_it_is_over_for_them() -> None:
+    roster = running()
+    lose(roster, (0, 1))
+    answers = [roster.phase_for(report(stage, r, "training")) for stage, r in ALL]
+    assert answers == ["running", "running", "over", "over"]
+    assert not roster.all_know_it_is_over()
 
 
 # -- places that are taken again -------------------------------------------------------------------
@@ -407,7 +415,6 @@ def test_the_same_job_may_begin_a_failed_replica_anew() -> None:
     assert (roster.places[0, 1].state, roster.attempts) == ("starting", {1: 1})
 
 
-@pytest.mark.xfail(reason="a place is unheard of from its claim on, also for its own job")
 def test_a_jobs_workers_may_come_far_apart_and_are_of_one_attempt() -> None:
     """Their edges meet under the attempt's name in the store."""
     roster = roster_of()

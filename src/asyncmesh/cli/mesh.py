@@ -47,7 +47,7 @@ def train(
     if show_config:
         return print_config(layers, config)
     summary, folder = run_mesh(config)
-    return _present(summary, folder, sample=True)
+    return _present(summary, folder, sample=not config.compute.emulated)
 
 
 def coordinator(

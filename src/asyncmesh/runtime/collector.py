@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from asyncmesh.errors import WireError
 from asyncmesh.observe.events import Evaluation, Sink, from_json
-from asyncmesh.runtime.messages import DistancePart, Report, ValidationPart
+from asyncmesh.runtime.messages import FINAL, DistancePart, Report, ValidationPart
 
 
 @dataclass
@@ -39,20 +39,24 @@ class Collector:
         self._emit, self._stages, self._validates = emit, stages, validates
         self._tokens = tokens  # seen by so many replicas after so many updates
         self._parts: dict[int, _Parts] = {}
-        self.last_update = 0
+        self._complete_up_to = 0
 
     def take(self, report: Report) -> None:
         """Everything in a report, in its order."""
         for line in report.events:
             try:
                 event = from_json(line)
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise WireError(f"a reported event cannot be read: {error!r}") from None
             self._emit(event)
         for part in report.validations:
+            if part.update <= self._complete_up_to:
+                continue  # a report that came again, because its answer was lost
             parts = self._parts.setdefault(part.update, _Parts())
             (parts.own if part.own else parts.mean)[part.replica] = part
         for distance in report.distances:
+            if distance.update <= self._complete_up_to:
+                continue
             of_update = self._parts.setdefault(distance.update, _Parts())
             of_update.distances[distance.stage, distance.replica] = distance
         for update in sorted(self._parts):
@@ -67,10 +71,24 @@ class Collector:
             return
         if self._validates and len(parts.mean) < count:
             return
-        if len(parts.own) not in (0, count):
+        if self._validates and update == FINAL and len(parts.own) < count:
             return
+        self._emit_evaluation(update, parts, count)
+
+    def finish(self) -> None:
+        """Nothing more will come: of the last validation, what there is.
+
+        It is not whole when a replica is lost while it goes on.
+        """
+        parts = self._parts.get(FINAL)
+        if parts is not None and parts.distances and (parts.mean or not self._validates):
+            replicas = {part.replica for part in parts.distances.values()}
+            self._emit_evaluation(FINAL, parts, len(replicas))
+
+    def _emit_evaluation(self, update: int, parts: _Parts, count: int) -> None:
         for earlier in [u for u in self._parts if u <= update]:
             del self._parts[earlier]  # one that a replica left out is never complete
+        self._complete_up_to = update
         reached = min(part.reached for part in parts.distances.values())
         self._emit(
             Evaluation(
@@ -84,7 +102,6 @@ class Collector:
                 consensus_distance=_distance(list(parts.distances.values())),
             )
         )
-        self.last_update = max(self.last_update, reached)
 
 
 def _mean_loss(parts: list[ValidationPart]) -> float | None:

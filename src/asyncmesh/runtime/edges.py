@@ -102,7 +102,10 @@ class Edge:
                 # Also a validation's activations fit, which travel in their own dtype.
                 capacity = frame_bytes(frame.payload)
                 self._store.set(f"capacity-{self._rank}", str(capacity))
-            message = staging.pack(frame, wire, ready)
+            try:
+                message = staging.pack(frame, wire, ready)
+            except (RuntimeError, ValueError) as error:
+                raise WireError(f"what goes to {self.name} cannot be sent: {error}") from error
             if message.numel() > capacity:
                 raise WireError(
                     f"what is sent to {self.name} grew from {capacity} to {message.numel()} bytes;"

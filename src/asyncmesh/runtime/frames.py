@@ -108,7 +108,9 @@ def unpack(message: Tensor) -> Frame:
     if dimensions != _NOTHING:
         shape = sizes[:dimensions]
         end = HEADER_BYTES + math.prod(shape) * _DTYPES[sent].itemsize
-        if dimensions > _MOST_DIMENSIONS or min(shape, default=0) < 0 or end > message.numel():
+        # Beside a size of 0 the others may be anything, but PyTorch multiplies them all the same.
+        sound = min(shape, default=0) >= 0 and math.prod(max(1, n) for n in shape) < 2**63
+        if dimensions > _MOST_DIMENSIONS or not sound or end > message.numel():
             raise WireError(f"a frame announces a tensor of shape {shape}, which it cannot hold")
         payload = message[HEADER_BYTES:end].view(_DTYPES[sent]).view(shape)
     return Frame(Kind(kind), number, last_update, sent_s, payload, _DTYPES[dtype], end)

@@ -61,6 +61,8 @@ class ReplicaJob:
             LAUNCHER: str(os.getpid()),
             HOST_WORKERS: str(self.host_workers or count),
             "RUST_LOG": "warn",  # torchft's
+            # PyTorch's store looks up the name of every address it connects to, and waits for it.
+            "RES_OPTIONS": os.environ.get("RES_OPTIONS", "timeout:1 attempts:1"),
             "TORCH_CPP_LOG_LEVEL": "WARNING",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         }

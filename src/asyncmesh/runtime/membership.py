@@ -62,12 +62,15 @@ class Membership:
             world_size=1,
             heartbeat_interval=_HEARTBEAT,
             connect_timeout=_CONNECT,
-            quorum_retries=0,
+            # A lighthouse whose connection broke is asked again at once: between two tries torchft
+            # waits for the time-out divided by their number.
+            quorum_retries=10_000_000,
         )
         self._client = ManagerClient(self._server.address(), connect_timeout=_CONNECT)
         self._quorum = -1
         self._group: GlooGroup | None = None
         self._failures = 0
+        self._has_left = False
 
     def meet(self, number: int) -> Meeting:
         """Wait until all replicas that are alive want to meet; then everyone has the same list."""
@@ -126,5 +129,7 @@ class Membership:
 
     def close(self) -> None:
         """Leave. The others notice when the heartbeats stop."""
-        self._server.shutdown()
+        if not self._has_left:
+            self._has_left = True
+            self._server.shutdown()
         self._group = None

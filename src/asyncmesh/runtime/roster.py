@@ -1,8 +1,9 @@
 """Who has which place in the mesh: claims, states, and the phase of the run.
 
 Owns the coordinator's decisions, without clocks of its own, sockets or threads. Invariants: a place
-(stage, replica) belongs to one job at a time; the run begins when every place is ready, and is over
-when nobody is left who trains.
+(stage, replica) belongs to one job at a time; the run begins when every place is taken and nobody
+is still getting ready (who failed meanwhile is left behind), and is over when nobody trains any
+more.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from asyncmesh import __version__
 from asyncmesh.config import Config
 from asyncmesh.configuration import resolved
 from asyncmesh.errors import MeshError
 from asyncmesh.runtime.messages import ALL_STAGES, Hello, Lost, Phase, Report, State
+from asyncmesh.version import VERSION
 
 # What may differ between the hosts of a mesh.
 HOST_SETTINGS = ("train.device", "train.threads", "output_dir")
@@ -72,7 +73,11 @@ class Roster:
     def _begin_attempt(self, hello: Hello, now_s: float) -> None:
         """A replica that lost a worker begins anew as a whole: its stages must agree."""
         mine = {place: held for place, held in self.places.items() if place[1] == hello.replica}
-        gone = [p for p in mine.values() if p.state in _GONE or now_s - p.heard_s > _UNHEARD_S]
+        gone = [
+            held
+            for held in mine.values()
+            if held.state in _GONE or (held.job != hello.job and now_s - held.heard_s > _UNHEARD_S)
+        ]
         if gone:
             for place in mine:
                 del self.places[place]
@@ -156,7 +161,7 @@ class Roster:
 
     def lost(self, lost: Lost) -> None:
         """Workers are gone, perhaps without a word of their own."""
-        for stage in range(lost.first, lost.last + 1):
+        for stage in range(lost.first, min(lost.last + 1, self._config.mesh.stages)):
             place = self.places.get((stage, lost.replica))
             if place is not None and place.job == lost.job:
                 self._fail(place, lost.reason)
@@ -180,7 +185,8 @@ class Roster:
 
     def _end_if_over(self) -> None:
         ended = [place.state in _ENDED for place in self.places.values()]
-        if self.phase in ("running", "stopping") and all(ended):
+        has_begun = self.phase in ("running", "stopping")
+        if all(ended) and (has_begun or not self.missing()):
             self.phase = "over"
 
     # -- what others want to know -----------------------------------------------------------------
@@ -241,4 +247,4 @@ def explain_missing(missing: list[tuple[int, int]]) -> str:
 
 def versions_here() -> dict[str, str]:
     """Of the packages that must be the same on all hosts."""
-    return {"asyncmesh": __version__, "torch": version("torch"), "torchft": version("torchft")}
+    return {"asyncmesh": VERSION, "torch": version("torch"), "torchft": version("torchft")}

@@ -111,6 +111,7 @@ class Rounds:
                 if meeting.number > offer.number:
                     return self._missed(offer, meeting)
                 if self._alive is not None and not self._is_complete(meeting, self._alive()):
+                    self._closing.wait(_AGAIN_S)
                     continue
                 with self._exchanging:
                     mean, sent = mean_over(meeting.group, payload, meeting.counts)
@@ -136,13 +137,18 @@ class Rounds:
             return self._help_who_is_behind(meeting)
 
     def _is_complete(self, meeting: Meeting, alive: int) -> bool:
-        """Whether all are there. A lighthouse does not wait for one who was not there before, and
-        who is behind has yet to find out that this offer is not for them.
+        """Whether all are there, as all of them see it.
+
+        A lighthouse does not wait for one who was not there before, and who is behind has yet to
+        find out that this offer is not for them. Members learn at different times who is alive; so
+        they tell each other, or one would begin an exchange that another one does not.
         """
-        if len(meeting.replicas) < alive:
-            self._closing.wait(_AGAIN_S)
+        if not all(meeting.counts):
             return False
-        return all(meeting.counts)
+        complete = len(meeting.replicas) >= alive
+        if meeting.group is None:
+            return complete
+        return all(bool(one) for one in meeting.group.gather(torch.tensor([complete])))
 
     def _help_who_is_behind(self, meeting: Meeting) -> None:
         if self._state is None or not is_giver(meeting):

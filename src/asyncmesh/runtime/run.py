@@ -99,7 +99,9 @@ class MeshRun:
 
     def _note_the_end_of(self, job: ReplicaJob) -> None:
         self.coordinator.lost(job.lost())
-        if not self.coordinator.roster.places and job.exit_code():
+        roster = self.coordinator.roster
+        if job.exit_code() and roster.phase == "gathering" and roster.missing():
+            # Nobody else will come for its places.
             raise MeshError(f"replica {job.replica}: {job.reason()}; see {job.log_folder}")
 
     def stop(self) -> None:
@@ -113,6 +115,7 @@ class MeshRun:
         failure = self.coordinator.failure
         if failure is not None:
             raise self._cannot_record(failure)
+        self._collector.finish()
         self._name_the_checkpoint()
         began_s = self.coordinator.roster.started_s or self._opened_s
         wall_s = time.monotonic() - began_s

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from asyncmesh.config import Config
 from asyncmesh.engine import Engine, digest_of, wire_dtype
-from asyncmesh.errors import DivergedError
+from asyncmesh.errors import DivergedError, WireError
 from asyncmesh.observe.events import (
     Backward,
     Digest,
@@ -208,7 +208,10 @@ class MeshWorker:
             return
         self._emit_message(frame)
         if frame.kind is Kind.ACTIVATION:
-            assert frame.payload is not None  # a stage's output
+            if frame.payload is None:
+                raise WireError(
+                    f"the activation of microbatch {frame.number} came without a tensor"
+                )
             self._activations[frame.number] = frame.payload
             if frame.last_update < self._machine.last_update:
                 self._tell(StopAt(frame.last_update))
