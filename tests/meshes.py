@@ -7,6 +7,7 @@ import select
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -55,7 +56,7 @@ def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def started(
     arguments: list[str], folder: Path, host: Host | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    """A command in the background, ended at the latest when the test ends."""
+    """A command in the background, ended when the test ends or takes too long."""
     prefix = [] if host is None else ["ip", "netns", "exec", host.namespace]
     with subprocess.Popen(
         [*prefix, *arguments],
@@ -65,9 +66,12 @@ def started(
         stderr=subprocess.STDOUT,
         text=True,
     ) as process:
+        watchdog = threading.Timer(TIMEOUT_S, process.kill)
+        watchdog.start()
         try:
             yield process
         finally:
+            watchdog.cancel()
             if process.poll() is None:
                 process.kill()
 

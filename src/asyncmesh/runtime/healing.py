@@ -71,6 +71,8 @@ def catch_up(membership: Membership, engine: Engine) -> tuple[State, int, int]:
         meeting = membership.meet(0)
         if meeting.group is None:
             raise MeshError("no other replica of this stage is there to get the weights from")
+        if meeting.number == 0:  # they are about to begin, from the weights that are here too
+            return engine.state(), 0, 0
         try:
             # The others average this round, and their group's operations need every member.
             blank = engine.blank_offer(meeting.number - 1).cpu()

@@ -223,9 +223,8 @@ class _Assembly:
         """All begin together, or a late one gets a peer's state; answers its updates."""
         if self._welcome.running:
             return self._catch_up()
-        for membership in (self._rounds, self._evaluations):
-            if membership is not None:
-                membership.meet_all(lambda: self._reporter.replicas_alive)
+        if self._rounds is not None:
+            self._rounds.meet_all(lambda: self._reporter.replicas_alive)
         return 0
 
     def _catch_up(self) -> int:
