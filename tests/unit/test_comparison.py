@@ -155,7 +155,7 @@ def test_the_markdown_table() -> None:
         "best validation loss",
         "learning rate",
         "mean delay (updates)",
-        "tokens per virtual second",
+        "tokens per second",
         "busy fraction",
         "data axis, per update and replica",
         "consensus distance",
