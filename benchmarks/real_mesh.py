@@ -6,8 +6,9 @@ microbatches. `averaging`: two replicas that average p = 5% after every update a
 average nothing. `emulated`: 8 × 4 workers that sleep instead of computing, on this machine. `gpu`:
 4 × 2 workers that share one GPU against a plain loop that has it for itself.
 
-Rates are of the steady state: from the end of update WARM_UP to the end of the last one, by the
-workers' own record; the peers measure the same.
+A ratio is our tokens a second over theirs (their seconds over ours). Rates are of the steady state:
+from the end of update WARM_UP to the end of the last one, by the workers' own record; the peers
+measure the same.
 
     python -m benchmarks.real_mesh one --repetitions 5
 """
@@ -17,7 +18,6 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ def _one(threads: int, repetitions: int, updates: int) -> dict[str, Any]:
         f"--train.threads={threads}",
     )
     print(f"1 × 1 mesh and a plain loop, {threads} threads")
-    return _speed(
+    return ratios(
         lambda: mesh_seconds(config), lambda: plain_loop(config, updates, threads), repetitions
     )
 
@@ -103,11 +103,11 @@ def measure_two(repetitions: int, updates: int) -> dict[str, Any]:
         "--train.threads=1",
     )
     print("two stages and a plain loop on one core")
-    plain = _speed(
+    plain = ratios(
         lambda: mesh_seconds(config), lambda: plain_loop(config, updates, 1), repetitions
     )
     print("two stages and Schedule1F1B")
-    schedule = _speed(
+    schedule = ratios(
         lambda: mesh_seconds(config), lambda: schedule_1f1b(config, updates, 1), repetitions
     )
     return {"against_plain_loop": plain, "against_schedule_1f1b": schedule}
@@ -121,7 +121,7 @@ def measure_averaging(repetitions: int, updates: int) -> dict[str, Any]:
     with_it = _config(*common, "--averaging.method=async-momentum", "--averaging.fraction=0.05")
     without = _config(*common, "--averaging.method=none")
     print("two replicas that average 5% after every update, and two that do not")
-    return _speed(lambda: mesh_seconds(with_it), lambda: mesh_seconds(without), repetitions)
+    return ratios(lambda: mesh_seconds(with_it), lambda: mesh_seconds(without), repetitions)
 
 
 def measure_emulated(repetitions: int, updates: int) -> dict[str, Any]:
@@ -144,14 +144,7 @@ def measure_gpu(repetitions: int, updates: int) -> dict[str, Any]:
     plain = PlainLoop(plain_config, device, Batches(plain_config, device))
     # Seconds for the work that the mesh does: all microbatches of all replicas.
     microbatches = config.pipeline.accumulation * config.mesh.replicas
-    return _speed(lambda: mesh_seconds(config), lambda: plain() * microbatches, repetitions)
-
-
-def _speed(
-    ours: Callable[[], float], theirs: Callable[[], float], repetitions: int
-) -> dict[str, Any]:
-    """Our tokens/s over theirs (that is, their seconds over ours)."""
-    return ratios(ours, theirs, repetitions)
+    return ratios(lambda: mesh_seconds(config), lambda: plain() * microbatches, repetitions)
 
 
 MEASUREMENTS = {

@@ -307,6 +307,10 @@ class Engine:
         """Copies of all that another worker needs to go on from here, by name."""
         return {name: tensor.clone() for name, tensor in self._state().items()}
 
+    @property
+    def state_bytes(self) -> int:
+        return sum(map(_bytes, self._state().values()))
+
     def resume(self, state: Mapping[str, Tensor], update: int) -> None:
         """Go on from another worker's `state()` as if so many updates had been made."""
         for name, tensor in self._state().items():

@@ -63,6 +63,14 @@ class DivergedError(AsyncMeshError):
     exit_code = 1
     result: Any = None
 
+    @classmethod
+    def at(cls, learning_rate: float, what: str) -> DivergedError:
+        """The error of a run with that rate in which `what` happened."""
+        return cls(
+            f"optimizer.learning_rate = {learning_rate:g}: {what}, and it must be finite; try"
+            f" optimizer.learning_rate={learning_rate / 10:g} or a longer optimizer.warmup_updates"
+        )
+
 
 class ProtocolError(RuntimeError):
     """A defect: a state machine was told something that cannot happen."""

@@ -34,9 +34,10 @@ class EmulatedEngine:
         self._is_last = stage == config.mesh.stages - 1
         model = config.model
         self._output = torch.zeros(config.pipeline.microbatch_size, model.context, model.width)
-        self._coordinates = coordinates
         per_round = -(-coordinates // config.classes)
-        self._offer = torch.zeros(per_round, dtype=wire_dtype(config.averaging.wire_dtype, _FLOAT))
+        self._offer = torch.zeros(
+            per_round, dtype=wire_dtype(config.averaging.wire_dtype, torch.float32)
+        )
 
     def forward(self, microbatch: int, x: Tensor | None, target: Tensor | None = None) -> Tensor:
         time.sleep(self._times.drawn(self._times.forward_s))
@@ -55,6 +56,3 @@ class EmulatedEngine:
 
     def merge(self, round_: int, mean: Tensor, update: int) -> None:
         """There is nothing to merge."""
-
-
-_FLOAT = torch.float32

@@ -66,7 +66,6 @@ def is_giver(meeting: Meeting) -> bool:
 
 def catch_up(membership: Membership, engine: Engine) -> tuple[State, int, int]:
     """As a late one: a peer's state, how many updates made it, how many rounds it has seen."""
-    most_bytes = sum(tensor.nbytes for tensor in engine.state().values())
     while True:
         meeting = membership.meet(0)
         if meeting.group is None:
@@ -78,7 +77,7 @@ def catch_up(membership: Membership, engine: Engine) -> tuple[State, int, int]:
             blank = engine.blank_offer(meeting.number - 1).cpu()
             mean_over(meeting.group, blank, meeting.counts)
             source = meeting.counts.index(True)
-            state, update = take(meeting.group, source, most_bytes)
+            state, update = take(meeting.group, source, engine.state_bytes)
         except RuntimeError as error:
             _log.warning("the peer that was giving its state is lost; another is asked: %s", error)
             membership.failed()

@@ -8,10 +8,8 @@ restarting and stopping workers, is torchrun's.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import sys
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +23,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.run import main as torchrun
 
 from asyncmesh.runtime.network import LOOPBACK
+from asyncmesh.runtime.parent import die_with
 
 BACKEND = "this-host"
 LAUNCHER = "ASYNCMESH_LAUNCHER"  # the process id of whoever starts this
@@ -69,12 +68,7 @@ class ThisHost(RendezvousHandler):
 
 
 def main() -> None:
-    launcher = os.environ.get(LAUNCHER)
-    if sys.platform == "linux":
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
-    if launcher is not None and os.getppid() != int(launcher):
-        sys.exit(1)  # it was gone before it could be watched
+    die_with(int(os.environ.get(LAUNCHER, os.getppid())), signal.SIGTERM)
     rendezvous_handler_registry.register(BACKEND, ThisHost)
     torchrun()
 

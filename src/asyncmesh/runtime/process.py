@@ -8,7 +8,6 @@ and one line of it in the error file that its launcher reads.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -42,6 +41,7 @@ from asyncmesh.runtime.network import (
     connect_store,
     part_of,
 )
+from asyncmesh.runtime.parent import die_with
 from asyncmesh.runtime.place import Place, config_of, hello_of
 from asyncmesh.runtime.rounds import Mean, Rounds
 from asyncmesh.runtime.staging import staging_for
@@ -59,7 +59,7 @@ HOST_WORKERS = "ASYNCMESH_HOST_WORKERS"  # how many workers share this host's co
 
 def run_worker(place: Place, log_folder: Path) -> int:
     """The whole life of a worker; answers its exit code."""
-    _die_with_the_parent()
+    die_with(os.getppid(), signal.SIGKILL)
     name = f"stage-{place.stage}-replica-{place.replica}"
     _log_to(log_folder / f"{name}.log")
     try:
@@ -336,16 +336,6 @@ def cores_here() -> int:
 
 
 # -- the process ---------------------------------------------------------------------------------
-def _die_with_the_parent() -> None:
-    """A worker whose launcher was killed would go on for ever with nobody to stop it."""
-    parent = os.getppid()
-    if sys.platform == "linux":
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def _log_to(path: Path) -> None:
     """Everything that this process prints, in whatever language, goes into its log file."""
     try:

@@ -6,7 +6,6 @@ stopped, diverged, its last worker lost), everything recorded is summarised.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +25,6 @@ from asyncmesh.runtime.coordinator import Coordinator
 from asyncmesh.runtime.launch import ReplicaJob
 from asyncmesh.runtime.roster import explain_missing
 
-_log = logging.getLogger(__name__)
 _TICK_S = 0.25  # between two looks at the launched processes
 
 

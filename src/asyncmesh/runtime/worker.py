@@ -9,7 +9,6 @@ computation's own end, so a mean that came during an update merges right after i
 
 from __future__ import annotations
 
-import logging
 import math
 import queue
 from collections.abc import Callable
@@ -67,7 +66,6 @@ from asyncmesh.runtime.staging import Staging
 from asyncmesh.runtime.stopwatch import Stopwatch
 from asyncmesh.runtime.validation import Validation
 
-_log = logging.getLogger(__name__)
 Batches = Callable[[int, int], tuple[Tensor, Tensor]]
 _VALIDATIONS_UNDER_WAY = 2  # a replica that is ahead leaves further ones out
 
@@ -312,12 +310,10 @@ class MeshWorker:
         self._around.emit(_DeferredLoss(known) if loss.is_cuda else known())
 
     def _diverged(self, microbatch: int, value: float) -> DivergedError:
-        rate = self.config.optimizer.learning_rate
         update = microbatch // self.config.pipeline.accumulation + 1
-        return DivergedError(
-            f"optimizer.learning_rate = {rate:g}: the training loss of replica {self.replica}"
-            f" became {value} before update {update}, and it must be finite; try"
-            f" optimizer.learning_rate={rate / 10:g} or a longer optimizer.warmup_updates"
+        return DivergedError.at(
+            self.config.optimizer.learning_rate,
+            f"the training loss of replica {self.replica} became {value} before update {update}",
         )
 
     def _run_backward(self, action: RunBackward) -> None:

@@ -88,11 +88,7 @@ class RunObserver(Observer):
             )
 
     def _divergence(self, what: str) -> DivergedError:
-        rate = self.config.optimizer.learning_rate
-        return DivergedError(
-            f"optimizer.learning_rate = {rate:g}: {what}, and it must be finite; try"
-            f" optimizer.learning_rate={rate / 10:g} or a longer optimizer.warmup_updates"
-        )
+        return DivergedError.at(self.config.optimizer.learning_rate, what)
 
     # -- validation -------------------------------------------------------------------------------
     def boundary(self, time_s: float, worker: VirtualWorker, update: int) -> None:
